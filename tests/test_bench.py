@@ -100,6 +100,7 @@ def test_simulated_steps_are_those_that_the_plan_estimates(monkeypatch, bound):
     times = {
         "base_s": 0.1,
         "row_s": 0.0,
+        "prefill_s": 0.0,
         "update_s": 4.0,
         "publish_s": 0.0,
     }  # rows do not slow each other down

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Tower:
         sequence: a few tokens with a small image, the `probe`, and its place.
     """
 
-    def __init__(self, module: Any, vision: Vision, names: Mapping[str, str], *, trains: bool = False):
+    def __init__(self, module: Any, vision: Vision, names: dict[str, str], *, trains: bool = False):
         self._module, self.vision, self.names = module, vision, names
         self.trains, self.both_ways = trains, False
         self._kept: OrderedDict[str, Tensor] = OrderedDict()

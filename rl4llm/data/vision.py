@@ -36,6 +36,11 @@ UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, 
 """What processors raise for sizes and arguments that they do not take."""
 
 
+def fixed_tokens(config: Any) -> int:
+    """Return the tokens of every image in a family in which all have equally many, else 0."""
+    return int(next(filter(None, (getattr(config, name, None) for name in LENGTHS)), 0))
+
+
 class Vision:
     """The image side of a model directory.
 
@@ -64,8 +69,7 @@ class Vision:
         self.axes = 3 if "mrope_section" in rope else 1
         self._see = lru_cache(MAX_SEEN)(self._seen)
         self._fit = lru_cache(MAX_SEEN)(self._fitted)
-        lengths = (getattr(self.config, name, None) for name in LENGTHS)
-        self._length = int(next(filter(None, lengths), 0))
+        self._length = fixed_tokens(self.config)
         self._check()
 
     def see(self, picture: Picture) -> Image:

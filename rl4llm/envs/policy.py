@@ -142,8 +142,7 @@ class PolicyLLM:
         """Sample after `token_ids`, for an environment that keeps the sample's token records itself.
 
         `draw` distinguishes this completion from all others of the sample. Sample and draw alone determine the random
-        numbers. Nothing is appended. If the engine aborts the completion, the sample fails. `images` are places among the
-        tokens.
+        numbers. Nothing is appended. An aborted completion fails the sample. `images` are places among the tokens.
         """
         self._records[sample.session].kept_by_env = True
         return await self._ask(sample, token_ids, sampling_params, draw, images)
@@ -189,7 +188,8 @@ class PolicyLLM:
             if sample.session not in claimed and (sample.messages is prompt or sample.messages == messages):
                 claimed.add(sample.session)
                 return self.reply(sample, params, append=False)
-        return self._client.generate(self._renderer.first(messages), self._with_stops(params))
+        span = self._renderer.context(self._renderer.first(messages), messages)
+        return self._client.generate(span.token_ids, self._with_stops(params), **_seen(span.images))
 
     def _of_text(self, token_ids: list[int], claimed: set[str]) -> SampleState | list[int]:
         """Return the sample whose messages the template renders as these tokens, so that its record stays exact."""
@@ -210,18 +210,23 @@ class PolicyLLM:
         seed = derive_seed(*self._identity, params.seed, *whose, sample.index, *draw)
         try:
             seeded = self._with_stops(params).replace(seed=seed)
-            seen = {"images": images} if images else {}
-            completion = await self._client.generate(prompt_ids, seeded, session=sample.session, **seen)
-        except UnreachableError as error:  # after all retries; other requests may get through
-            sample.fail(f"no server answered: {error}", "engine/unreachable")
+            completion = await self._client.generate(
+                prompt_ids, seeded, session=sample.session, **_seen(images)
+            )
+        except (UnreachableError, UnreadableError) as error:
+            if isinstance(
+                error, UnreadableError
+            ):  # what the policy sampled before, as if that had been too long
+                sample.finish("length")
+            else:  # after all retries; other requests may get through
+                sample.fail(f"no server answered: {error}", "engine/unreachable")
             return Completion("", (), (), "abort", NO_VERSION)
-        except UnreadableError:  # what the policy sampled before, as if that had been too long
-            sample.finish("length")
-            return Completion("", (), (), "abort", NO_VERSION)
-        if completion.finish_reason == "abort":  # it may end anywhere, and is not a turn of the policy
-            given_up = f"after {len(completion.token_ids)} of at most {params.max_tokens} tokens"
-            sample.fail(f"the engine aborted a reply of the policy {given_up}", "engine/aborted")
-        return completion
+        else:
+            if completion.finish_reason == "abort":  # it may end anywhere, and is not a turn of the policy
+                given_up = f"after {len(completion.token_ids)} of at most {params.max_tokens} tokens"
+                sample.fail(f"the engine aborted a reply of the policy {given_up}", "engine/aborted")
+            return completion
+        return Completion("", (), (), "abort", NO_VERSION)
 
     def _with_stops(self, params: SamplingParams) -> SamplingParams:
         """Add the tokens by which the chat template ends a turn."""
@@ -281,6 +286,10 @@ class PolicyLLM:
                 if content.strip() in (text.strip() for text in texts):
                     return completion
         return None
+
+
+def _seen(images: Sequence[ImagePlace]) -> dict[str, Any]:
+    return {"images": images} if images else {}  # engines of users need not know the argument
 
 
 def _as_forks(sample: SampleState, earlier: Sequence[Sequence[TokenSpan]]) -> None:

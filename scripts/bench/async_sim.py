@@ -5,9 +5,9 @@
 
 `GroupStream` starts the groups and hands them over, as in training. A server decodes a token for all its rows in --base-s
 plus --row-s for each row. An episode goes to the server with the fewest rows and stays there. The trainer takes --update-s
-for a step, and a publish stops the servers for --publish-s. With --run, the steps that count (after --warm-up, up to
---steps) give the times, and episodes have the lengths of those of the run. It prints seconds per step, and the shares of
-their time that trainer and servers wait.
+for a step. A publish stops the servers for --publish-s, and then for --prefill-s for each token of their rows. With --run,
+the steps that count (after --warm-up, up to --steps) give the times, and episodes have the lengths of those of the run. It
+prints seconds per step, and the shares of their time that trainer and servers wait.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import selectors
 import statistics
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +75,25 @@ class Simulation:
 
 
 class Server:
-    """Decodes a token for all of its rows at a time."""
+    """Decodes a token for all of its rows at a time, and computes them again after a publish."""
 
-    def __init__(self, base_s: float, row_s: float):
-        self.base_s, self.row_s = base_s, row_s
-        self.rows: dict[Future[None], float] = {}  # and the tokens that are missing
-        self.paused = False
+    def __init__(self, options: argparse.Namespace):
+        self.base_s, self.row_s, self.prefill_s = options.base_s, options.row_s, options.prefill_s
+        self.rows: dict[
+            asyncio.Future[None], list[float]
+        ] = {}  # the tokens that each has, and those that are missing
+        self.paused = self._again = False
         self.busy_s = 0.0
         self._changed = asyncio.Event()
 
     async def decode(self, tokens: int) -> None:
         row: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.rows[row] = tokens  # type: ignore[index]
+        self.rows[row] = [0, tokens]
         self._changed.set()
         await row
 
     def pause(self, paused: bool) -> None:
-        self.paused = paused
+        self.paused, self._again = paused, True
         self._changed.set()
 
     async def serve(self) -> None:
@@ -101,18 +104,23 @@ class Server:
             if self.paused or not self.rows:
                 await self._changed.wait()
                 continue
-            token_s, began = self.base_s + self.row_s * len(self.rows), loop.time()
-            try:
-                async with asyncio.timeout(min(self.rows.values()) * token_s):
+            began = loop.time()
+            if self._again:
+                self._again = False
+                await asyncio.sleep(self.prefill_s * sum(done for done, _ in self.rows.values()))
+                self.busy_s += loop.time() - began
+                continue
+            token_s = self.base_s + self.row_s * len(self.rows)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(missing for _, missing in self.rows.values()) * token_s):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
             self.busy_s += loop.time() - began
-            for row in self.rows:
-                self.rows[row] -= (loop.time() - began) / token_s
-            for row in [row for row, missing in self.rows.items() if missing < 1e-6]:
-                del self.rows[row]
-                row.set_result(None)
+            decoded = (loop.time() - began) / token_s
+            for row, (done, missing) in list(self.rows.items()):
+                self.rows[row] = [done + decoded, missing - decoded]
+                if missing - decoded < 1e-6:
+                    del self.rows[row]
+                    row.set_result(None)
 
 
 class Group:
@@ -150,7 +158,7 @@ def simulate(
 ) -> tuple[float, ...]:
     """Return the seconds of a step, and the shares of the time that the trainer and the servers wait."""
     clock = Simulation()
-    fleet = Fleet([Server(options.base_s, options.row_s) for _ in range(servers)], options.samples, length)
+    fleet = Fleet([Server(options) for _ in range(servers)], options.samples, length)
     stream = GroupStream(fleet, PromptStream(1 << 20, options.prompts), clock, dict)  # type: ignore[arg-type]
     for server in fleet.servers:
         clock.start(server.serve())
@@ -246,6 +254,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=8192, help="tokens of an episode")
     parser.add_argument("--base-s", type=float, default=0.01)
     parser.add_argument("--row-s", type=float, default=0.0001)
+    parser.add_argument(
+        "--prefill-s", type=float, default=0.0, help="a token, computed again after a publish"
+    )
     parser.add_argument("--update-s", type=float, default=8.0)
     parser.add_argument("--publish-s", type=float, default=0.5)
     parser.add_argument("--steps", type=int, default=60)

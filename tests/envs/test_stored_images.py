@@ -1,4 +1,7 @@
-"""Episodes with images that a checkpoint keeps: they come back as they were played, or are played again."""
+"""Episodes with images that a checkpoint keeps: they come back as they were played, or are played again.
+
+Also conversations with images that an environment asks about beside its samples.
+"""
 
 import io
 import json
@@ -56,10 +59,10 @@ class Even(BaseRewardFunction):
 class Played:
     """A rollout with a separate engine, as in another process, whose images are in `directory`."""
 
-    def __init__(self, model, directory, runner, dataset):
+    def __init__(self, model, directory, runner, dataset, kind=Looks):
         tokenizer = load_tokenizer(model)
         self.vision = vision_of(model, directory)
-        env = Looks(dataset, tokenizer, [Even("even")], 2, 3, max_steps=2)
+        env = kind(dataset, tokenizer, [Even("even")], 2, 3, max_steps=2)
         env.vision = self.vision
         self.model = seeing_model(model, self.vision)
         client = LocalClient(self.model, tokenizer, path="auto")
@@ -130,3 +133,26 @@ def test_a_group_whose_image_is_gone_is_played_again(stored, model, runner, tmp_
     (tmp_path / "images" / f"{place.image.digest}.png").unlink()
     other = Played(model, tmp_path / "images", runner, rows(1, 2))
     assert other.take(texts) == [False, False]  # both groups have seen it
+
+
+class Asks(Looks):
+    """Ask about two pictures in conversations that are nobody's, before the samples' own turns."""
+
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
+        asked = [[ChatMessage.showing("user", picture(seed), "?")] for seed in (1, 2)]
+        params = sampling_params.replace(temperature=0.0, ignore_eos=True)
+        self.told = [reply.logprobs for reply in llm.generate(asked, params)]
+        for sample, reply in zip(env_state.episodes, llm.chat(env_state.episodes, params), strict=True):
+            sample.messages.append(reply)
+
+
+def test_a_conversation_of_nobody_is_seen_with_its_images(model, runner, tmp_path):
+    asking, asked = (
+        Played(model, tmp_path / "images", runner, rows(*seeds), Asks) for seeds in ((3, 4), (1, 2))
+    )
+    for played in (asking, asked):
+        runner.run(play_together(played.units))
+    samples = [sample for unit in asked.units for sample in unit.samples]
+    first, second = (samples[number].policy_spans[0].logprobs for number in (0, 3))
+    assert asking.rollout.env.told == [pytest.approx(first, abs=1e-5), pytest.approx(second, abs=1e-5)]
+    assert first != pytest.approx(second, abs=1e-3)

@@ -12,6 +12,7 @@ from rl4llm.backends.lora import adapter_size
 from rl4llm.backends.models import empty_model
 from rl4llm.backends.tower import empty_image_side
 from rl4llm.core.model_memory import FP32, ModelShape
+from rl4llm.data.vision import fixed_tokens
 
 
 def read_shape(path: str, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()) -> ModelShape:
@@ -88,12 +89,17 @@ def read_tower(path: str) -> TowerShape:
         vocabulary=0,
         gated=any("gate" in name for name, _ in module.named_parameters()),
     )
-    patches = getattr(vision, "spatial_merge_size", 1) ** 2
-    pixels, frames = 3 * patches * vision.patch_size**2, getattr(vision, "temporal_patch_size", 1)
+    patch, merged = _side(vision.patch_size), getattr(vision, "spatial_merge_size", None)
+    patches = merged**2 if merged else (_side(vision.image_size) // patch) ** 2 // fixed_tokens(module.config)
+    pixels, frames = 3 * patches * patch**2, getattr(vision, "temporal_patch_size", 1)
     mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     inputs, wide = pixels * frames * FP32, patches * vision.hidden_size
     # A norm, a layer and its activation keep what they put out.
     return TowerShape(layers, patches, pixels, inputs, mergers * text.hidden_size, mergers * 3 * wide)
+
+
+def _side(size: int | Sequence[int]) -> int:
+    return size if isinstance(size, int) else size[0]
 
 
 def with_tower(shape: ModelShape, tower: TowerShape | None) -> ModelShape:

@@ -12,7 +12,8 @@ import PIL.Image
 import pytest
 from forked_python import python
 from transformers import Qwen3VLForConditionalGeneration
-from vision_models import TEXTS
+from vision_models import TEXTS, vision_directories, vision_directory  # noqa: F401 - fixtures
+from vision_models import vision_of as vision_of_files
 
 from rl4llm.backends.tiny_vision import build_vision_model, build_vision_tokenizer, save_vision_model
 from rl4llm.compose import supervised
@@ -25,6 +26,7 @@ from rl4llm.extensions.inspect.check.machine import _needed
 from rl4llm.extensions.inspect.plan import memory
 from rl4llm.extensions.inspect.plan.advice import changes
 from rl4llm.extensions.inspect.plan.plan import make_plan
+from rl4llm.extensions.inspect.plan.shape import read_tower
 from rl4llm.extensions.inspect.plan.show import tables
 
 WITHIN, SIDE = 0.2, 32  # pixels of a token
@@ -124,6 +126,15 @@ def test_images_are_counted_by_their_tokens(config):
     assert parts["features of images"] == 3 * 64 * tower.features * 4
     assert parts["pixels of images"] == 3 * 64 * SIDE * SIDE * 3
     assert parts["image towers"] == tower.layers.parameters * 4
+
+
+def test_a_token_of_an_image_takes_what_the_processor_makes(vision_directory):  # noqa: F811
+    tower, vision = read_tower(str(vision_directory)), vision_of_files(vision_directory)
+    (place,) = vision.probe()[1]
+    image, tokens = place.image, place.length
+    pixels = vision.inputs([vision.store.pixels(image)])["pixel_values"]
+    assert tokens * tower.inputs == pixels.numel() * 4
+    assert tokens * tower.pixels == image.height * image.width * 3
 
 
 def test_features_that_are_kept_have_a_limit(config, monkeypatch):
