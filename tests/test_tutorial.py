@@ -11,7 +11,7 @@ TUTORIAL = Path(__file__).parent.parent / "examples" / "tutorial"
 PROMISES = {  # of each chapter, in names of its cells
     "1_loop": "before < 0.3 and after > 0.6",
     "2_reward": "hacked_paid > 0.75 and hacked_right < 0.35 and mended_right > hacked_right + 0.15",
-    "3_tool": "calls > 0.6 and last > first + 0.1",
+    "3_tool": "calls > 0.42 and last > first + 0.08",
     "4_failing": "after > before + 0.05 and all(step['truncated'] == 1 for step in runs['answers cut off'])",
     "5_ppo_or_grpo": "min(ends.values()) > sum(starts) / len(starts) + 0.05 and gap < 0.15",
     "6_sft_then_rl": "alone[5] < 0.05 and greedy > sampled + 0.1 and after_rl[15] > sampled + 0.08",

@@ -213,14 +213,10 @@ class PolicyLLM:
             completion = await self._client.generate(
                 prompt_ids, seeded, session=sample.session, **_seen(images)
             )
-        except (UnreachableError, UnreadableError) as error:
-            if isinstance(
-                error, UnreadableError
-            ):  # what the policy sampled before, as if that had been too long
-                sample.finish("length")
-            else:  # after all retries; other requests may get through
-                sample.fail(f"no server answered: {error}", "engine/unreachable")
-            return Completion("", (), (), "abort", NO_VERSION)
+        except UnreachableError as error:  # after all retries; other requests may get through
+            sample.fail(f"no server answered: {error}", "engine/unreachable")
+        except UnreadableError:  # what the policy sampled before, as if that had been too long
+            sample.finish("length")
         else:
             if completion.finish_reason == "abort":  # it may end anywhere, and is not a turn of the policy
                 given_up = f"after {len(completion.token_ids)} of at most {params.max_tokens} tokens"

@@ -176,8 +176,9 @@ def test_each_image_is_computed_once(seen, monkeypatch):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_missing_images_are_computed_together(seen, monkeypatch, deterministic):
     directory, vision, _ = seen
-    images = [vision.store.add(picture(directory.name, 8, 8, seed)) for seed in range(18)]
+    images = [vision.store.add(picture(directory.name, 8, 8, seed)) for seed in range(1, 19)]
     images.insert(3, images[1])
+    monkeypatch.setattr("rl4llm.backends.tower.TOGETHER", 16 * vision.tokens(images[0]))
     towers = [tower_of(seeing_model(directory, vision)) for _ in range(2)]
     calls = []
     own = towers[0]._computed
@@ -189,7 +190,10 @@ def test_missing_images_are_computed_together(seen, monkeypatch, deterministic):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     assert (towers[0].features(images, device) - alone).abs().max() < 1e-5
     assert calls == ([1] * 18 if deterministic else [16, 2])
-    assert torch.equal(towers[0].features(images[:2], device), towers[0].features(images, device)[:128])
+    assert torch.equal(
+        towers[0].features(images[:2], device),
+        towers[0].features(images, device)[: 2 * vision.tokens(images[0])],
+    )
     assert len(calls) == (18 if deterministic else 2)  # the rest was kept
 
 

@@ -1,12 +1,16 @@
-"""Runs with images: what the policy sees decides what it learns, over turns and after a resume."""
+"""Runs with images: what the policy sees decides what it learns, over turns and after kill -9."""
 
 import io
 import json
+import signal
+import sys
 
 import PIL.Image
 import pytest
 import torch
 import yaml
+from forked_python import started
+from killed_run import die_after
 from rank_processes import RankProcesses
 from vision_models import vision_directories  # noqa: F401 - fixture
 
@@ -20,6 +24,7 @@ from rl4llm.core.images import Picture
 from rl4llm.data.load import load_rows
 from rl4llm.extensions.view.run import ViewedRun
 from rl4llm.extensions.view.server import digests_of, episode_of
+from rl4llm.runs.checkpoint import latest_checkpoint
 
 COLOURS = {"red": (220, 40, 40), "blue": (50, 70, 220)}
 
@@ -109,15 +114,27 @@ def test_the_image_alone_tells_what_to_learn(directory, tmp_path):
     assert row["reward/mean"] < 0.3  # the same texts with the neighbour's image: it believes what it sees
 
 
+def over_turns(directory, output, vision):
+    keys = (
+        "env.max_steps=2",
+        "rollout.prompts=2",
+        "checkpoint.every=0",
+        f"model.vision={vision}",
+        "max_steps=4",
+    )
+    return trainer(directory, output, *keys, env=Looks)
+
+
 @pytest.mark.parametrize("vision", ["frozen", "train"])
-def test_a_resumed_run_with_images_over_turns_is_the_same(directory, tmp_path, vision):
-    seen = "env.max_steps=2", "rollout.prompts=2", "checkpoint.every=1", f"model.vision={vision}"
-    keys = {"env": Looks}, seen
+def test_a_killed_run_with_images_over_turns_ends_the_same(directory, tmp_path, vision):
+    with started(__file__, directory, tmp_path / "killed", vision) as program:
+        done = program.end(120)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    assert latest_checkpoint(tmp_path / "killed" / "checkpoints").step == 2
     found = []
-    for name, parts in (("whole", [4]), ("parts", [2, 4])):
-        for steps in parts:
-            with trainer(directory, tmp_path / name, *keys[1], f"max_steps={steps}", **keys[0]) as run:
-                run.train()
+    for name in ("whole", "killed"):
+        with over_turns(directory, tmp_path / name, vision) as run:
+            run.train()
         found.append(weights(run))
     assert torch.equal(*found)
     rows = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
@@ -236,3 +253,9 @@ def test_images_without_a_tower_stop_a_run_before_it_starts(directory, model_dir
     with pytest.raises(Exception, match="sees no images"):
         trainer(model_dir, tmp_path / "b")
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+if __name__ == "__main__":
+    with over_turns(*sys.argv[1:4]) as run:
+        die_after(run, 2)
+        run.train()
