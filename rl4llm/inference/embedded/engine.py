@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ from rl4llm.core.errors import EngineError, RefusedError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.registry import load
 from rl4llm.core.types import Completion, FinishReason, SamplingParams
-from rl4llm.inference.embedded.kv_cache import KVCache, SharedPrefix, Window
-from rl4llm.inference.embedded.rows import BusyRow, Decoding, Fill, Newcomer, PrefixTable, Request, RowTable
+from rl4llm.inference.embedded.kv_cache import KVCache, Window
+from rl4llm.inference.embedded.row_tables import PrefixTable, RowTable, shared_prefix
+from rl4llm.inference.embedded.rows import BusyRow, Counters, Decoding, Fill, Newcomer, Request
 from rl4llm.inference.embedded.stops import (
     CONTINUES,
     STOP_TOKEN,
@@ -38,17 +39,6 @@ ADMITTED = 16  # waiting requests start when this part of all places is free, un
 SEE, SHOW, NEXT = (f"rl4llm.inference.embedded.images:{name}" for name in ("see", "show", "window_of"))
 
 Finished = tuple[Request, Completion]
-
-
-@dataclass(slots=True)
-class Counters:
-    """What was computed so far; `reused_tokens` of prompts came from a cache instead."""
-
-    prefill_tokens: int = 0
-    reused_tokens: int = 0
-    decode_tokens: int = 0
-    decode_steps: int = 0
-    evictions: int = 0
 
 
 class Engine:
@@ -306,20 +296,14 @@ class Engine:
             count = max(len(fill.token_ids) for fill in chunk)
             padded = [[*fill.token_ids, *[0] * (count - len(fill.token_ids))] for fill in chunk]
             cache.reserve(0, max(starts) + count)
-            cache.window = Window(cache, chunk[0].slot, starts, count, bases, self._prefix_of(rows))
+            cache.window = Window(
+                cache, chunk[0].slot, starts, count, bases, shared_prefix(rows, self.device)
+            )
             seen = [fill.seen for fill in chunk]
             if any(seen):
                 padded = load(SHOW)(cache.window, starts, seen, padded)
             self._decoder.prefill(torch.tensor(padded, device=self.device), cache)
             self._counters.prefill_tokens += sum(len(fill.token_ids) for fill in chunk)
-
-    def _prefix_of(self, rows: Sequence[BusyRow]) -> SharedPrefix | None:
-        bases = [row.base for row in rows]
-        if not any(bases):
-            return None
-        return SharedPrefix(
-            [row.prefix.slot if row.prefix and row.base else None for row in rows], bases, self.device
-        )
 
     def _current_batch(self) -> Decoding:
         """Return the running batch; make a new one if its rows changed or outgrew the cache."""
@@ -331,7 +315,7 @@ class Engine:
         starts, bases = [row.cached for row in rows], [row.base for row in rows]
         own_ends = [row.cached - row.base + min(row.request.tokens_left, LOOKAHEAD) for row in rows]
         self._cache.reserve(len(rows), max(own_ends))
-        prefix = self._prefix_of(rows)
+        prefix = shared_prefix(rows, self.device)
         window = partial(Window, self._cache, 0, starts, 1, bases if any(bases) else None, prefix)
         seen = [row.request.seen for row in rows]
         if any(seen):
