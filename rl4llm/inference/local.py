@@ -138,7 +138,8 @@ class LocalClient(BaseClient):
         self._check_awake()
         return self._engine.score(token_ids, images)
 
-    async def load(self, weight_ref: WeightRef) -> None:
+    async def load(self, weight_ref: WeightRef, keep_cache: bool = False) -> None:
+        """Take new weights; with `keep_cache` requests under way continue with what the older ones cached for them."""
         if weight_ref.kind != "memory":
             raise EngineError(
                 f"load: WeightRef.kind={weight_ref.kind!r} is not accepted by the embedded engine, which shares the "
@@ -151,7 +152,7 @@ class LocalClient(BaseClient):
                     own[name].copy_(tensor)
             if (tower := tower_of(self._model)) is not None:
                 tower.forget()
-        self._engine.take_weights(weight_ref.version)
+        self._engine.take_weights(weight_ref.version, keep_cache)
 
     async def version(self) -> int:
         return self._engine.version

@@ -10,6 +10,9 @@ With `--median-tokens`, lengths are log-normal (sigma 1, 20 to `--new-tokens`). 
 first turn after a log-normal time with that median in seconds (sigma 1, at most 60 times the median), and a second turn
 follows. Lengths and times depend on the episode alone, so that all runs have the same ones.
 
+With `--keep-cache`, unfinished answers continue with the cache of older weights after an update. What that makes of their
+log-probs is in the mismatch.
+
 At the end it prints the ratios of steps per hour, and the limit of any overlap: a step takes at least as long as what the
 trainer does besides waiting for episodes. The runs remain in `--output`, and `async_sim.py --run OUTPUT/0-0` predicts the
 others.
@@ -39,7 +42,7 @@ from rl4llm.core.types import SamplingParams
 from rl4llm.extensions.servers.launch import ServerProcess, launch
 
 SHORTEST = 20  # tokens of a log-normal answer
-PHASES = ("rollout", "update", "publish", "verify")
+MEANS = ("time/rollout", "time/update", "time/publish", "time/verify", "mismatch/mean")
 
 
 class Task(BaseMDPEnv):
@@ -91,11 +94,11 @@ def train(model: Path, prompts: list[str], output: Path, options: argparse.Names
 
 
 def measured(output: Path, options: argparse.Namespace) -> tuple[float, dict[str, float]]:
-    """Return the mean seconds of the steps of a run that count, and of their phases."""
+    """Return the mean seconds of the steps of a run that count, and the means of what `MEANS` names."""
     lines = (output / "metrics.jsonl").read_text().splitlines()
     steps = [row for row in map(json.loads, lines) if "time/step" in row][warm_up(options) :][: options.steps]
-    phases = {phase: statistics.fmean(step.get(f"time/{phase}", 0.0) for step in steps) for phase in PHASES}
-    return statistics.fmean(step["time/step"] for step in steps), phases
+    means = {name: statistics.fmean(step.get(name, 0.0) for step in steps) for name in MEANS}
+    return statistics.fmean(step["time/step"] for step in steps), means
 
 
 def start(model: Path, options: argparse.Namespace) -> ServerProcess:
@@ -119,6 +122,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--tool-s", type=float, default=0.0, help="median of the time that a tool takes")
     parser.add_argument("--median-tokens", type=int, default=0, help="median of the lengths of answers")
+    parser.add_argument("--keep-cache", action="store_true", help="inference.keep_cache=true")
     parser.add_argument("--output", type=Path, help="where the runs are written (default: nowhere)")
     return parser.parse_args()
 
@@ -141,18 +145,22 @@ def main() -> None:
         os.sched_setaffinity(0, cores[1:2])  # what is started has it too
         with start(model, options) as server:
             os.sched_setaffinity(0, cores[:1])
-            inference = {"name": "sglang" if options.python else "embedded", "url": server.url}
+            inference = {
+                "name": "sglang" if options.python else "embedded",
+                "url": server.url,
+                "keep_cache": options.keep_cache,
+            }
             for pair in range(options.pairs):
                 for bound in options.staleness:
                     output = directory / f"{pair}-{bound}"
                     train(
                         model, prompts, output, options, inference=inference, rollout={"max_staleness": bound}
                     )
-                    mean, phases = measured(output, options)
+                    mean, means = measured(output, options)
                     taken[bound].append(mean)
                     if bound == 0:
-                        limits.append(mean / (mean - phases["rollout"]))
-                    told = ", ".join(f"{phase} {value:.2f}" for phase, value in phases.items())
+                        limits.append(mean / (mean - means["time/rollout"]))
+                    told = ", ".join(f"{name} {value:.3g}" for name, value in means.items())
                     print(f"max_staleness={bound}: {mean:7.2f} s a step: {told}", flush=True)
     first, *others = options.staleness
     for bound in others:

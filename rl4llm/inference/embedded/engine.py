@@ -96,12 +96,18 @@ class Engine:
             **asdict(self._counters),
         }
 
-    def take_weights(self, version: int) -> None:
-        """Switch to another version of the parameters: drop all caches, and restart running requests from their tokens."""
+    def take_weights(self, version: int, keep_cache: bool = False) -> None:
+        """Switch to another version of the parameters: drop all caches, and restart running requests from their tokens.
+
+        With `keep_cache` running requests continue with what older weights cached for them, and nothing else uses it.
+        """
         self._flush()
-        self.waiting[:0] = self.running
-        self._forget()
         self.version = version
+        if keep_cache and self._decoder.serves(self._model):
+            self._keep_running()
+        else:
+            self.waiting[:0] = self.running
+            self._forget()
         if self._decoder.serves(self._model):
             self._decoder.refresh()
         else:
@@ -228,6 +234,16 @@ class Engine:
             raise RefusedError(
                 f"{where}: token id {wrong} is outside the vocabulary: 0 to {self.vocab_size - 1}."
             )
+
+    @torch.inference_mode()
+    def _keep_running(self) -> None:
+        """Continue with new weights on the present cache, which no later request may find."""
+        self._end_batch()
+        self._rows.parked = []
+        self._prefixes.outdate()
+        for row in self._rows.active:
+            row.outdated = True
+            row.request.continue_with(self.version)
 
     def _forget(self) -> None:
         self._batch, self._ended = None, []
@@ -373,7 +389,7 @@ class Engine:
     def _leave(self, leaving: Sequence[BusyRow], park: bool) -> None:
         """Stop decoding rows: they stay in the batch without advancing, or the batch ends."""
         for row in leaving:
-            row.session = row.request.session if park else ""
+            row.session = row.request.session if park and not row.outdated else ""
             row.cached_ids = row.request.token_ids[:-1]
             row.last_used = self._counters.decode_steps
             row.over = True

@@ -81,30 +81,37 @@ class PrefixTable:
 
     def __init__(self, cache: KVCache):
         self._cache = cache
-        self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        self._prefixes: list[Prefix] = []
 
     def __len__(self) -> int:
         return len(self._prefixes)
 
     def sweep(self, rows: Iterable[BusyRow]) -> None:
         """Forget prompts that no row uses."""
-        live = {row.prefix.token_ids for row in rows if row.prefix}
-        self._prefixes = {ids: prefix for ids, prefix in self._prefixes.items() if ids in live}
+        live = {row.prefix for row in rows}
+        self._prefixes = [prefix for prefix in self._prefixes if prefix in live]
+
+    def outdate(self) -> None:
+        """Find none of the present prefixes any more, since the weights change."""
+        for prefix in self._prefixes:
+            prefix.outdated = True
 
     def find(self, token_ids: tuple[int, ...]) -> Prefix | None:
         """Return the prefix with these tokens; None if there is none."""
-        return self._prefixes.get(token_ids)
+        current = (prefix for prefix in self._prefixes if not prefix.outdated)
+        return next((prefix for prefix in current if prefix.token_ids == token_ids), None)
 
     def add(self, token_ids: tuple[int, ...], in_place: bool) -> Prefix:
         """Assign a slot to a new prefix, whose tokens the caller computes."""
-        slot = next(_free(prefix.slot for prefix in self._prefixes.values()))
+        slot = next(_free(prefix.slot for prefix in self._prefixes))
         self._cache.reserve(slot + 1, len(token_ids))
-        self._prefixes[token_ids] = Prefix(token_ids, slot, in_place)
-        return self._prefixes[token_ids]
+        prefix = Prefix(token_ids, slot, in_place)
+        self._prefixes.append(prefix)
+        return prefix
 
     def clear(self) -> None:
         """Forget all prompts and their cache."""
-        self._prefixes = {}
+        self._prefixes = []
         self._cache.drop()
 
 

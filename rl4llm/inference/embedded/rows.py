@@ -61,11 +61,15 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """A prompt without its last token, cached once for a group. Rows read it in place, or copy it if not `in_place`."""
+    """A prompt without its last token, cached once for a group. Rows read it in place, or copy it if not `in_place`.
+
+    `outdated` ones are of older weights, for the rows that have them already.
+    """
 
     token_ids: tuple[int, ...]
     slot: int
     in_place: bool
+    outdated: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +83,7 @@ class BusyRow:
     slot: int = -1
     last_used: int = 0
     over: bool = False  # its request ended, while the batch still computes it
+    outdated: bool = False  # a part of its cache was computed by older weights
 
     @property
     def base(self) -> int:

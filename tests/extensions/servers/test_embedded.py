@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from embedded_server import embedded_server
+from kept_cache import by_parts
 from safetensors.torch import load_file, save_file
 from vowels import Vowels
 
@@ -156,7 +157,8 @@ def test_training_equals_that_of_the_engine_in_process(one_by_one, model_dir, tm
     assert all("time/verify" in row for row in rows)
 
 
-def test_spans_across_an_update_match_their_own_weights(play, backend, tmp_path):
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_spans_across_an_update_match_their_own_weights(play, backend, tmp_path, keep_cache):
     way = WeightStore(tmp_path)
 
     async def scene(client):
@@ -176,11 +178,16 @@ def test_spans_across_an_update_match_their_own_weights(play, backend, tmp_path)
         )
         return before, await asyncio.gather(*tasks)
 
-    before, completions = play(scene)
+    before, completions = play(scene, keep_cache=keep_cache)
     for number, completion in enumerate(completions):
         (first, old), (second, new) = completion.versions
         assert (first, old, new) == (0, 4, 5)
         assert 0 < second < 400
+        if keep_cache:
+            parts = [(before, second), (backend.model, 400 - second)]
+            mixed = by_parts(parts, [*PROMPT, number], completion.token_ids)
+            assert completion.logprobs == pytest.approx(mixed, abs=1e-4)
+            continue
         by_old, by_new = (
             logprobs(model, [*PROMPT, number], completion.token_ids) for model in (before, backend.model)
         )

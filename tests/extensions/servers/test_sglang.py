@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kept_cache import by_parts
 from safetensors.torch import load_file, save_file
 from sweeps import sampled
 from vowels import asks_twice, learn_vowels
@@ -37,9 +38,13 @@ PROMPT = [5, 9, 40, 33, 7]
 WAYS = ["filesystem", "tensor", "distributed"]
 
 
+def client_of(url, tokenizer, **options):
+    return SGLangClient(url, tokenizer, vocab_size=len(tokenizer), context_length=512, **options)
+
+
 @pytest.fixture
 def client(sglang_url, tokenizer):
-    client = SGLangClient(sglang_url, tokenizer, vocab_size=len(tokenizer), context_length=512)
+    client = client_of(sglang_url, tokenizer)
     yield client
     asyncio.run(client.close())
 
@@ -181,6 +186,43 @@ def test_spans_of_an_interrupted_turn_match_their_own_weights(client, backend, t
         assert completion.logprobs[:second] == pytest.approx(by_old[:second], abs=1e-4)
         assert completion.logprobs[second:] == pytest.approx(by_new[second:], abs=1e-4)
         assert by_old[second:] != pytest.approx(by_new[second:], abs=1e-2)
+
+
+@pytest.mark.parametrize("way", sampled(WAYS, ["tensor"]))
+def test_a_kept_cache_is_that_of_older_weights(sglang_url, tokenizer, backend, tmp_path, way):
+    client = client_of(sglang_url, tokenizer, keep_cache=True, visible_within_s=0.1)
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+
+    async def work():
+        publishes = publisher(way, client, tmp_path)
+        for version, wait_s in ((4, 0.3), (14, 0.1), (24, 0.03)):  # until the machine is slow enough
+            await publishes.publish(backend, version)
+            before = copy.deepcopy(backend.model)
+            tasks = [asyncio.create_task(client.generate([*PROMPT, n], params)) for n in range(8)]
+            await asyncio.sleep(wait_s)
+            with pytest.raises(EngineError, match="nowhere") as refused:
+                await client.load(WeightRef(version + 1, "full", str(tmp_path / "nowhere")))
+            assert "flush_cache" not in str(refused.value)
+            change(backend.model, 5)
+            weight_ref = await publishes.publish(backend, version + 1)
+            later = await client.generate([*PROMPT, 3], params)
+            completions = await asyncio.gather(*tasks)
+            assert await canary(client).verify(backend, client, weight_ref) < 1e-4
+            if any(completion.versions for completion in completions):
+                break
+        return before, version, completions, later
+
+    before, version, completions, later = run(client, work)
+    assert later.logprobs == pytest.approx(logprobs(backend.model, [*PROMPT, 3], later.token_ids), abs=1e-4)
+    split = [completion for completion in completions if completion.versions]
+    assert split, "no request was under way while the weights changed"
+    for completion in split:
+        (first, old), (second, new) = completion.versions
+        assert (first, old, new) == (0, version, version + 1)
+        prompt = [*PROMPT, completions.index(completion)]
+        parts = [(before, second), (backend.model, 400 - second)]
+        mixed = by_parts(parts, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(mixed, abs=1e-4)
 
 
 def test_a_wrong_path_is_an_error_and_keeps_the_old_weights(client, backend, tmp_path):

@@ -45,6 +45,10 @@ class SGLangClient(AdaptingClient):
     ``--enable-deterministic-inference``. `trainer_host` is the address at which the server reaches the trainer to broadcast
     weights. The other arguments are those of `AdaptingClient` and `ServerClient`.
 
+    With `keep_cache`, requests that an update interrupts continue with the keys and values of older weights, which are not
+    computed again. The log-probs of their later tokens then belong to no single version; the mismatch shows by how much.
+    Requests that begin later do not use them.
+
     For LoRA the server needs ``--enable-lora --max-lora-rank R --lora-target-modules ...``.
     """
 
@@ -63,6 +67,7 @@ class SGLangClient(AdaptingClient):
         tokenizer: Any = None,
         *,
         trainer_host: str = "127.0.0.1",
+        keep_cache: bool = False,
         **options: Any,
     ):
         if not base_url or tokenizer is None:
@@ -71,7 +76,7 @@ class SGLangClient(AdaptingClient):
                 "inference.url and inference.cohost for the host, port and cohost_mode of michaelnny/rl4llm."
             )
         super().__init__(base_url, tokenizer, **options)
-        self.trainer_host = trainer_host
+        self.trainer_host, self.keep_cache = trainer_host, keep_cache
         self._shares_gpu = False
 
     async def sample(
@@ -84,6 +89,8 @@ class SGLangClient(AdaptingClient):
             "return_logprob": True,
             "stream": False,
         }
+        if self.keep_cache:
+            body["extra_key"] = self.weights_name  # the prefix cache of other weights is not used
         answer, adapter = await self._generate(body)
         sampled = _sampled(answer, request_id)
         if images:
@@ -137,7 +144,12 @@ class SGLangClient(AdaptingClient):
 
     async def load_weights(self, weight_ref: WeightRef) -> None:
         ways = {"full": self._from_disk, "tensor": self._inline, "distributed": self._broadcast}
-        await ways[weight_ref.kind](weight_ref)
+        try:
+            await ways[weight_ref.kind](weight_ref)
+        except EngineError:
+            if self.keep_cache:  # else nothing could be flushed
+                await self.attempted("/pause_generation", {"mode": "retract"})
+            raise
         await self.sample_from_model()
 
     async def check_adapters(self) -> None:
@@ -156,7 +168,7 @@ class SGLangClient(AdaptingClient):
     async def _from_disk(self, weight_ref: WeightRef) -> None:
         await self._check_model(weight_ref.path)
         version = str((await self._held()).with_version(weight_ref.version))
-        body = {"model_path": weight_ref.path, "weight_version": version, "flush_cache": True}
+        body = {"model_path": weight_ref.path, "weight_version": version, "flush_cache": not self.keep_cache}
         await self.admin("/update_weights_from_disk", body)
 
     async def _check_model(self, path: str | None) -> None:
@@ -189,7 +201,7 @@ class SGLangClient(AdaptingClient):
                         "rl4llm-pickle", partial(pickled, names, tensors, ranks)
                     ),
                     "weight_version": version,
-                    "flush_cache": True,
+                    "flush_cache": not self.keep_cache,
                 }
                 await self.admin("/update_weights_from_tensor", body)
 
@@ -237,8 +249,10 @@ class SGLangClient(AdaptingClient):
         held.check_known(self.base_url)
         return held
 
-    async def pause(self, mode: str = "retract") -> None:
-        """Stop generating. "retract" keeps requests and recomputes their cache afterwards, "abort" ends them."""
+    async def pause(self, mode: str = "") -> None:
+        """Stop generating. "retract" keeps requests and recomputes their cache afterwards, "in_place" keeps the cache too,
+        "abort" ends them; by default `keep_cache` decides between the first two."""
+        mode = mode or ("in_place" if self.keep_cache else "retract")
         await self.admin("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:

@@ -29,6 +29,7 @@ class Receiver(Protocol):
 
     base_url: str
     trainer_host: str
+    keep_cache: bool
 
     async def admin(self, path: str, body: Any, deadline_s: float | None = None) -> Any: ...
     async def ranks(self) -> int: ...
@@ -108,6 +109,7 @@ class Together:
                     await updates.enter_async_context(client.update())
                 for names, tensors, version in buckets(weight_ref):
                     body = _described(names, tensors, version, group)
+                    body["flush_cache"] = not clients[0].keep_cache
                     whole = [tensor.detach().contiguous() for tensor in tensors]
                     taking = [client.admin("/update_weights_from_distributed", body) for client in clients]
                     await _meet(taking, partial(group.send, whole))
@@ -168,7 +170,6 @@ def _described(
         "shapes": [list(tensor.shape) for tensor in tensors],
         "group_name": group.name,
         "weight_version": version,
-        "flush_cache": True,
     }
 
 

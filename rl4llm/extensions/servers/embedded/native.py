@@ -11,7 +11,10 @@ from rl4llm.core.errors import EngineError, unknown
 from rl4llm.core.types import Completion, SamplingParams
 from rl4llm.envs.wire import RequestError
 
-FIELDS = ("rid", "input_ids", "images", "sampling_params", "return_logprob", "logprob_start_len", "stream")
+FIELDS = (
+    "rid", "input_ids", "images", "sampling_params", "return_logprob", "logprob_start_len", "stream",
+    "extra_key",  # names a part of a prefix cache; here no cache outlives its request
+)  # fmt: skip
 ADDED = {
     "model": None, "return_text_in_logprobs": False, "log_metrics": True, "return_hidden_states": False,
     "background": False, "no_logs": False, "return_bytes": False, "return_entropy": False,

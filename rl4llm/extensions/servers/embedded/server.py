@@ -2,7 +2,8 @@
 
 POST /generate                    exact tokens in; tokens, log-probs and the version of the weights of each token out
 POST /update_weights_from_disk    take a version that a trainer published; requests under way continue with it
-POST /pause_generation            {"mode": "retract"} lets requests wait, {"mode": "abort"} ends them
+POST /pause_generation            {"mode": "retract"} lets requests wait, {"mode": "abort"} ends them; with "in_place" they
+                                  wait and keep their cache when new weights arrive
 POST /continue_generation, /abort_request, /flush_cache, /weights_checker
 GET  /health, /model_info, /server_info, /v1/models
 POST /v1/chat/completions, /v1/completions
@@ -55,6 +56,7 @@ class EmbeddedServer:
         self._openai = OpenAIEndpoints(engine, tokenizer, name, self._vision)
         self._running = asyncio.Event()
         self._running.set()
+        self._keeps_cache = False
         self._weights = asyncio.Lock()  # held while they change or are read
         self._under_way: set[str] = set()
         self._answers = 0
@@ -139,7 +141,8 @@ class EmbeddedServer:
             await self._engine.pause()
             try:
                 tensors = await asyncio.to_thread(read_weights, path, version, self._model)
-                await self._engine.load(WeightRef(version, tensors=lambda: iter(tensors.items())))
+                reference = WeightRef(version, tensors=lambda: iter(tensors.items()))
+                await self._engine.load(reference, self._keeps_cache)
             except (WeightsError, ModelError, OSError) as error:
                 held = version_text(await self._engine.version())
                 raise RequestError(f"The server keeps version {held} of the weights. {error}") from error
@@ -161,6 +164,7 @@ class EmbeddedServer:
                 f"mode={mode!r:.100} is not accepted. Accepted: {', '.join(MODES)}.", param="mode"
             )
         self._running.clear()
+        self._keeps_cache = mode == "in_place"
         await self._engine.pause()
         if mode == "abort":
             await self._engine.abort()
@@ -168,6 +172,7 @@ class EmbeddedServer:
 
     async def _continue(self, body: Any) -> Any:
         self._running.set()
+        self._keeps_cache = False
         if not self._weights.locked():  # else the update does it at its end
             await self._engine.resume()
         return {"status": "ok"}
