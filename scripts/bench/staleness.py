@@ -13,8 +13,9 @@ follows. Lengths and times depend on the episode alone, so that all runs have th
 With `--keep-cache`, unfinished answers continue with the cache of older weights after an update. What that makes of their
 log-probs is in the mismatch.
 
-At the end it prints the ratios of steps per hour, and the limit of any overlap: a step takes at least as long as what the
-trainer does besides waiting for episodes. The runs remain in `--output`, and `async_sim.py --run OUTPUT/0-0` predicts the
+At the end it prints the ratios of steps per hour, and the limit of each bound. A step takes at least as long as what the
+trainer does besides waiting for episodes; and a rollout, which ends with its longest episode, may take as many steps as the
+bound allows. The runs remain in `--output`, and `async_sim.py --run OUTPUT/0-0` predicts the
 others.
 """
 
@@ -135,7 +136,7 @@ def main() -> None:
     if len(cores) < 2:
         raise SystemExit("Server and trainer need a core each, and there is one.")
     taken: dict[int, list[float]] = {bound: [] for bound in options.staleness}
-    limits = []
+    turns: list[tuple[float, float]] = []  # seconds of a step that takes turns, and of its rollout
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.output or Path(temporary)
         model = Path(temporary) / "model"
@@ -159,16 +160,16 @@ def main() -> None:
                     mean, means = measured(output, options)
                     taken[bound].append(mean)
                     if bound == 0:
-                        limits.append(mean / (mean - means["time/rollout"]))
+                        turns.append((mean, means["time/rollout"]))
                     told = ", ".join(f"{name} {value:.3g}" for name, value in means.items())
                     print(f"max_staleness={bound}: {mean:7.2f} s a step: {told}", flush=True)
     first, *others = options.staleness
     for bound in others:
         ratios = [one / other for one, other in zip(taken[first], taken[bound], strict=True)]
         median, least, most = statistics.median(ratios), min(ratios), max(ratios)
-        print(f"{first} over {bound}: {median:.2f} ({least:.2f} to {most:.2f})")
-    if limits:
-        print(f"limit: {statistics.median(limits):.2f}")
+        limits = [step_s / max(step_s - rollout_s, rollout_s / max(bound, 1)) for step_s, rollout_s in turns]
+        limit = f", limit {statistics.median(limits):.2f}" if limits else ""
+        print(f"{first} over {bound}: {median:.2f} ({least:.2f} to {most:.2f}){limit}")
 
 
 if __name__ == "__main__":
