@@ -33,10 +33,7 @@ from rl4llm.data.vision import Vision
 from rl4llm.runtime.ranks import Ranks
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-MARKS = (
-    "mm_token_type_ids",
-    "token_type_ids",
-)  # what classes call the argument that marks the tokens of images
+MARKS = ("mm_token_type_ids", "token_type_ids")  # classes' names for what marks the tokens of images
 FEATURE_BYTES = 1 << 28  # of features that are kept, at least those of the last request
 TOGETHER = 1024  # tokens of images that a frozen image side computes in one call, if they are several
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}

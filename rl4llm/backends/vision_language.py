@@ -38,9 +38,7 @@ class WholeCheckpoint:
 
     def __init__(self, path: str, config: PretrainedConfig, **hub: Any):
         self._path, self.config, self._hub = path, config, hub
-        self.renamed: dict[
-            str, str
-        ] = {}  # names in the files of the image side, where transformers has others
+        self.renamed: dict[str, str] = {}  # what files call a tensor that has another name in transformers
 
     @cached_property
     def _places(self) -> dict[str, str]:

@@ -27,6 +27,12 @@ def points(directory, name="reward/mean"):
     return [(event.step, round(event.value, 4)) for event in accumulator.Scalars(name)]
 
 
+def age(directory):
+    """Let the events files be old: TensorBoard reads them in the order of the seconds in their names."""
+    for file in directory.iterdir():
+        file.rename(file.with_name(file.name.replace("tfevents.1", "tfevents.0", 1)))
+
+
 def test_a_killed_and_resumed_run_shows_every_step_once(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)],
@@ -37,10 +43,7 @@ def test_a_killed_and_resumed_run_shows_every_step_once(tmp_path):
     assert process.stdout.readline() == "logged\n"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    for file in (
-        tmp_path.iterdir()
-    ):  # it ran a while ago: TensorBoard reads files in the order of the seconds in their names
-        file.rename(file.with_name(file.name.replace("tfevents.1", "tfevents.0", 1)))
+    age(tmp_path)
     assert points(tmp_path) == [(step, step / 10) for step in range(7)]
     tracker = TensorBoardTracker(tmp_path, resume_step=4)
     for step in (5, 6, 7):
@@ -60,6 +63,7 @@ def test_a_killed_and_resumed_run_shows_every_step_once(tmp_path):
 
 def test_a_fresh_start_in_a_used_directory_hides_old_events(tmp_path):
     for value in (0.25, 0.75):
+        age(tmp_path)
         tracker = TensorBoardTracker(tmp_path, resume_step=-1)
         tracker.log(0, {"reward/mean": value})
         tracker.close()
