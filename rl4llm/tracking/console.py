@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, TextIO
 
 from rich.console import Group, RenderableType
@@ -29,6 +31,10 @@ NARROW = 72  # columns, below which times have a line of their own
 BETWEEN = "   "
 WINDOW = 20  # steps whose median says how long the next ones take
 LONG_S = 5.0  # how long a phase lasts before the panel shows its duration
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_COLUMNS = 40
+SPARKLINES = 10  # of a run, at least FEWEST steps apart
+FEWEST = 10
 
 
 class Console:
@@ -40,7 +46,8 @@ class Console:
 
     On a terminal a panel follows the run. Leaving the `with` block always restores the terminal, and other output appears
     above the panel. Elsewhere, and in the mode "plain", a line is written every `every`-th
-    step and at least every ten seconds. "verbose" has a line for each step, with all numbers that people ask for; "quiet"
+    step and at least every ten seconds. About SPARKLINES times a run, a line shows the reward so far as bars, which stays
+    in the scrollback. "verbose" has a line for each step, with all numbers that people ask for; "quiet"
     shows warnings only. The cursor is never hidden: a process that is killed could not show it again.
 
     `waiting` returns lines about who waits for what; it is called often.
@@ -63,6 +70,7 @@ class Console:
         self._waiting = waiting
         self._every = 1 if self._verbose else every or max(1, total_steps // 50)
         self._file = file or sys.stdout
+        self._encoding = getattr(self._file, "encoding", None) or "utf-8"
         self._now = now
         self._seen_phases: set[str] = set()
         self._last_line = now()
@@ -120,6 +128,8 @@ class Console:
             facts = progress.facts() + (progress.details() if self._verbose else [])
             where = f"step {step}/{progress.total_steps}"
             self.note("  ".join([where, *ending, *(f"{label} {text}" for label, text in facts)]))
+        if (step % max(FEWEST, progress.total_steps // SPARKLINES) == 0 or last) and self._encodes(SPARKS):
+            self.note(progress.sparkline())
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation on the held-out set."""
@@ -137,7 +147,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """Print a line."""
-        if self._quiet:
+        if self._quiet or not text:
             return
         self._print(Text(visible(text)))
         self._last_line = self._now()
@@ -160,13 +170,15 @@ class Console:
             emphasis = "bold" if number < bool(title) + bool(header) else ""
             self._print(Text(line.rstrip(), style=emphasis))
 
+    def _encodes(self, text: str) -> bool:
+        return text.encode(self._encoding, "replace").decode(self._encoding) == text
+
     def _print(self, text: Text) -> None:
         if self.on_terminal:
             self._rich.print(text, soft_wrap=True)
             return
-        encoding = getattr(self._file, "encoding", None) or "utf-8"
         try:
-            self._file.write(text.plain.encode(encoding, "replace").decode(encoding) + "\n")
+            self._file.write(text.plain.encode(self._encoding, "replace").decode(self._encoding) + "\n")
             self._file.flush()
         except OSError:  # training continues without output
             self._quiet = True
@@ -232,6 +244,7 @@ class RunProgress:
     phase: str = "starting"
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # with their steps, since this start
     evaluated_step: int = 0
     accuracy: float | None = None
     first_accuracy: float | None = None
@@ -257,6 +270,8 @@ class RunProgress:
             self._durations.append(now - self._last)
         self._last = now
         self.step, self.metrics = step, dict(metrics)
+        if math.isfinite(reward := metrics.get("reward/mean", math.nan)):
+            self.rewards.append((step, reward))
 
     def take_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation on the held-out set."""
@@ -286,6 +301,18 @@ class RunProgress:
             return None
         since = self.now() - (self._last or 0.0)
         return max(0.0, (self.total_steps - self.step) * statistics.median(self._durations) - since)
+
+    def sparkline(self) -> str:
+        """Return the reward of the steps so far as bars, means of about as many steps each; "" for fewer than FEWEST."""
+        count = len(self.rewards)
+        if count < FEWEST:
+            return ""
+        columns = min(count, SPARK_COLUMNS)
+        edges = [count * column // columns for column in range(columns + 1)]
+        means = [statistics.fmean(value for _, value in self.rewards[a:b]) for a, b in pairwise(edges)]
+        low, high = min(means), max(means)
+        bars = "".join(SPARKS[round((mean - low) / (high - low or 1) * (len(SPARKS) - 1))] for mean in means)
+        return f"reward {bars} {means[0]:.3f} → {means[-1]:.3f}  steps {self.rewards[0][0]} to {self.step}"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the numbers to show, as label and string, without those that were never measured."""

@@ -1,4 +1,5 @@
 import io
+import math
 import os
 import pty
 import re
@@ -65,9 +66,34 @@ def test_a_file_gets_the_first_last_and_every_kth_step():
         "held-out success at step 0: 12.5%",
         "step 1/20  0:19 left  reward 0.100  held-out 12.5% (step 0)  tokens/s 4100",
         "step 8/20  0:12 left  reward 0.800  held-out 12.5% (step 0)  tokens/s 4100",
+        "reward ▁▂▃▃▄▅▆▆▇█ 0.100 → 1.000  steps 1 to 10",
         "step 16/20  0:04 left  reward 1.600  held-out 12.5% (step 0)  tokens/s 4100",
         "step 20/20  reward 2.000  held-out 12.5% (step 0)  tokens/s 4100",
+        "reward ▁▁▂▂▂▃▃▄▄▄▅▅▅▆▆▇▇▇██ 0.100 → 2.000  steps 1 to 20",
     ]
+
+
+def bars(total, rewards, **options):
+    file = io.StringIO()
+    with Console(total, file=file, now=Hands(), **options) as console:
+        for step, reward in enumerate(rewards, start=1):
+            console.step(step, {"reward/mean": reward})
+    return [line for line in file.getvalue().splitlines() if line.startswith("reward ")]
+
+
+def test_reward_is_drawn_as_bars_ten_times_a_run():
+    drawn = bars(1000, [0.0] * 500 + [1.0] * 500)
+    assert len(drawn) == 10 and drawn[0] == f"reward {'▁' * 40} 0.000 → 0.000  steps 1 to 100"
+    assert drawn[-1] == f"reward {'▁' * 20}{'█' * 20} 0.000 → 1.000  steps 1 to 1000"
+    assert bars(10, [1.0, math.nan, *[0.5] * 6, 0.0, math.inf]) == []  # too few that are finite
+    assert bars(10, [0.5] * 10, mode="quiet") == [] and bars(9, [0.5] * 9) == []
+
+
+def test_bars_are_left_out_where_they_cannot_be_spelled():
+    raw = io.BytesIO()
+    with Console(10, file=io.TextIOWrapper(raw, encoding="latin-1")) as console:
+        run(console, range(1, 11))
+    assert b"step 10/10  reward 1.000" in raw.getvalue() and b"?" not in raw.getvalue()
 
 
 def test_slow_steps_print_a_line_at_least_every_ten_seconds():
