@@ -6,11 +6,12 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import RunDirError
+from rl4llm.extensions.view.bands import described
 from rl4llm.extensions.view.choice import choose
 from rl4llm.extensions.view.index import COLUMNS
 from rl4llm.extensions.view.run import ViewedRun
@@ -31,7 +32,8 @@ def export(runs: Sequence[ViewedRun], path: Path, episodes: int = 200) -> int:
         raise RunDirError(
             f"{str(path)!r} is a directory. Next: pass the name of a file, such as report.html."
         )
-    data = {"runs": [_of(run, episodes) for run in runs]}
+    abouts = described(runs)
+    data = {"runs": [{"about": about, **_of(run, episodes)} for run, about in zip(runs, abouts, strict=True)]}
     write_atomically(path, page(data))
     return sum(len(run["rows"]) for run in data["runs"])
 
@@ -80,9 +82,8 @@ def _of(run: ViewedRun, most: int) -> dict[str, Any]:
     for part in PARTS:
         found = [one for one in story[part] if one["number"] in places]
         story[part] = [{**one, "number": places[one["number"]]} for one in found]
-    parts = list(_metrics(run))
+    parts = list(run.parts())
     return {
-        "about": run.about(),
         "metrics": [row for part in parts for row in part["rows"]],
         "glossary": {name: entry for part in parts for name, entry in part["glossary"].items()},
         "columns": COLUMNS,
@@ -92,13 +93,6 @@ def _of(run: ViewedRun, most: int) -> dict[str, Any]:
         "story": story,
         "all": len(rows),
     }
-
-
-def _metrics(run: ViewedRun) -> Iterator[dict[str, Any]]:
-    start = 0
-    while (part := run.metrics(start))["rows"]:
-        yield part
-        start = part["next"]
 
 
 def _safe(data: Any) -> str:

@@ -16,6 +16,7 @@ import yaml
 from rl4llm.core.errors import RunDirError
 from rl4llm.core.redact import redacted
 from rl4llm.extensions.view.index import EpisodeIndex
+from rl4llm.extensions.view.rewards import histogram
 from rl4llm.extensions.view.story import Totals, episodes, headline
 from rl4llm.extensions.view.texts import TokenTexts
 from rl4llm.runs.run_dir import RunDir
@@ -85,8 +86,17 @@ class ViewedRun:
             "glossary": _glossary(rows),
         }
 
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yield all of `metrics`, part by part."""
+        start = 0
+        while (part := self.metrics(start))["rows"]:
+            yield part
+            start = part["next"]
+
     def story(self) -> dict[str, Any]:
-        """Return what happened so far, in words, and the numbers of a few episodes of this generation of the index."""
+        """Return what happened so far, in words, the numbers of a few episodes of this generation of the index, and the
+        `rewards` of each step, see `histogram`.
+        """
         with self._lock:
             while (part := self.metrics(self._read))["rows"] or part["reset"]:
                 self._totals = Totals() if part["reset"] else self._totals
@@ -94,7 +104,8 @@ class ViewedRun:
                 self._read = part["next"]
             state = self.index.generation, len(self.index.rows)
             if self._chosen[0] != state:
-                self._chosen = state, episodes(self.index.rows[: state[1]])
+                rows = self.index.rows[: state[1]]
+                self._chosen = state, {**episodes(rows), "rewards": histogram(rows)}
             return {"generation": state[0], **headline(self._totals, self.about()), **self._chosen[1]}
 
     def _alerts(self) -> list[dict[str, Any]]:

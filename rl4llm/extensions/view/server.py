@@ -1,8 +1,8 @@
 """The page's server: on loopback only, and read-only.
 
     GET /                                the page; its modules and styles are under /page/
-    GET /api/runs                        a description of each run
-    GET /api/runs/0/story                what happened, and episodes that show it
+    GET /api/runs                        a description of each run, and which ones are a band
+    GET /api/runs/0/story                what happened, episodes that show it, and the rewards of each step
     GET /api/runs/0/metrics?from=BYTE    rows of metrics from this byte
     GET /api/runs/0/episodes?from=N&generation=G      rows of the list of episodes from row N
     GET /api/runs/0/episodes/N?generation=G           one episode, the text of its tokens and its images
@@ -30,6 +30,7 @@ from aiohttp import web
 
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.registry import load
+from rl4llm.extensions.view.bands import described
 from rl4llm.extensions.view.index import COLUMNS, token_ids_of
 from rl4llm.extensions.view.run import ViewedRun
 
@@ -189,7 +190,8 @@ async def _page(request: web.Request) -> web.Response:
 
 
 async def _about(request: web.Request) -> web.Response:
-    return await json_of(lambda: [run.about() for run in request.app[RUNS]])
+    runs = request.app[RUNS]
+    return await json_of(lambda: described(runs))
 
 
 async def _story(request: web.Request) -> web.Response:

@@ -14,7 +14,7 @@ from rl4llm.data.pack import pack
 from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens
 from rl4llm.tracking.tracker import JsonlTracker
 
-CONFIG = "algorithm:\n  name: grpo\ntraining:\n  lr: {lr}\nmax_steps: 20\n"
+CONFIG = "algorithm:\n  name: grpo\ntraining:\n  lr: {lr}\nmax_steps: 20\nseed: {seed}\n"
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "6*7"}}}
 
 
@@ -77,10 +77,10 @@ def write_step(log, tokenizer, step, groups=2, size=4, **details):
     log.log(step, made, failed if step % 2 == 0 else (), credits=credits, trained=numbers)
 
 
-def write_run(directory, tokenizer, steps=3, lr="1.0e-4", offset=0.0):
+def write_run(directory, tokenizer, steps=3, lr="1.0e-4", offset=0.0, seed=0):
     """A run of some steps, with a tokenizer where a run has one."""
     directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text(CONFIG.format(lr=lr))
+    (directory / "config.yaml").write_text(CONFIG.format(lr=lr, seed=seed))
     (directory / "run.json").write_text(
         json.dumps({"run_id": directory.name, "created": "now", "rl4llm": "0.1.0"})
     )

@@ -1,7 +1,8 @@
-// A line chart in SVG: several runs over steps, smoothed, with the values under the pointer. Drag to zoom, double-click to
-// reset the zoom; with the focus, ← and → move from step to step.
+// A line chart in SVG: lines over steps, time or tokens, smoothed, with the values under the pointer. Drag to zoom, double-click to
+// reset the zoom; with the focus, ← and → move from point to point.
 
 import { h, inUnit, number, replace } from "./dom.js";
+import { scaleOf } from "./lines.js";
 
 const PAD = { left: 52, right: 12, top: 8, bottom: 22 };
 const MOST_POINTS = 1200; // per line; with more points only the extremes of each bin are drawn
@@ -10,12 +11,13 @@ const FEW = 20; // up to this number, points are drawn as dots; a chart with onl
 // Exponential mean, corrected for its start: weight 0 leaves values as they are.
 export function smoothed(points, weight) {
   if (!weight) return points;
-  let mean = 0;
+  const means = [0, 0, 0];
   let norm = 0;
-  return points.map(([step, value]) => {
-    mean = weight * mean + (1 - weight) * value;
+  return points.map(([at, value, step, low, high, count]) => {
     norm = weight * norm + (1 - weight);
-    return [step, mean / norm];
+    [value, low, high].forEach((one, i) => (means[i] = weight * means[i] + (1 - weight) * one));
+    const [mean, least, most] = means.map((one) => one / norm);
+    return [at, mean, step, least, most, count];
   });
 }
 
@@ -46,19 +48,19 @@ export function ticks(low, high, count = 4) {
   return found;
 }
 
-// The point whose step is nearest.
-function nearest(points, step) {
+// The point whose place is nearest.
+function nearest(points, at) {
   let low = 0;
   let high = points.length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (points[middle][0] < step) low = middle + 1;
+    if (points[middle][0] < at) low = middle + 1;
     else high = middle;
   }
-  return low > 0 && step - points[low - 1][0] <= points[low][0] - step ? points[low - 1] : points[low];
+  return low > 0 && at - points[low - 1][0] <= points[low][0] - at ? points[low - 1] : points[low];
 }
 
-// `data()` gives {series: [{run, name, points}], smoothing, log}; `zoom` is shared: {range, change}.
+// `data()` gives {series: [{colour, name, points}], smoothing, log, axis}, with points of `pointsOf`; `zoom` is shared: {range, change}.
 // `entry` is the glossary's of the metric, if it has one: {meaning, unit, healthy}.
 export function chart(title, data, zoom, entry) {
   const svg = h("svg", { class: "plot", tabindex: 0, role: "img", "aria-label": title });
@@ -75,7 +77,7 @@ export function chart(title, data, zoom, entry) {
   let drag = null;
 
   function draw() {
-    const { series, smoothing, log } = data();
+    const { series, smoothing, log, axis } = data();
     const width = Math.max(240, svg.clientWidth || 400);
     const height = svg.clientHeight || 180;
     const many = series.some(({ points }) => points.length > FEW);
@@ -83,9 +85,9 @@ export function chart(title, data, zoom, entry) {
       .filter(({ points }) => points.length)
       .map((line) => ({ ...line, raw: line.points, smooth: smoothed(line.points, many ? smoothing : 0) }));
     const all = lines.flatMap(({ raw, smooth }) => (smooth === raw ? [raw] : [raw, smooth])).flat();
-    const steps = all.map(([step]) => step);
-    const [from, to] = zoom.range ?? [least(steps), most(steps)];
-    const seen = lines.flatMap(({ raw }) => raw).filter(([step, value]) => step >= from && step <= to && (!log || value > 0)).map(([, value]) => value);
+    const places = all.map(([at]) => at);
+    const [from, to] = zoom.range ?? [least(places), most(places)];
+    const seen = all.filter(([at]) => at >= from && at <= to).flatMap(([, value, , low, high]) => [value, low, high]).filter((value) => !log || value > 0);
     if (!seen.length) {
       shape = null;
       return replace(svg, h("text", { x: width / 2, y: height / 2, class: "axis", "text-anchor": "middle" }, log ? "nothing above 0" : "no values here"));
@@ -94,25 +96,30 @@ export function chart(title, data, zoom, entry) {
     let [low, high] = [scale(least(seen)), scale(most(seen))];
     const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
     [low, high] = [low === 0 && high === 0 ? 0 : low - margin, high + margin]; // a series of zeros is drawn at the bottom
-    const x = (step) => PAD.left + ((step - from) / (to - from || 1)) * (width - PAD.left - PAD.right);
+    const x = (at) => PAD.left + ((at - from) / (to - from || 1)) * (width - PAD.left - PAD.right);
     const y = (value) => height - PAD.bottom - ((scale(value) - low) / (high - low)) * (height - PAD.top - PAD.bottom);
-    const step = (place) => from + ((place - PAD.left) / (width - PAD.left - PAD.right)) * (to - from);
-    shape = { lines, x, y, step, from, to, width, height };
+    const at = (place) => from + ((place - PAD.left) / (width - PAD.left - PAD.right)) * (to - from);
+    if (shape?.axis !== axis) hide();
+    const scaled = scaleOf(axis, to);
+    shape = { lines, x, y, at, from, to, width, height, axis, told: scaled.told };
     const clip = `clip-${title.replace(/\W/g, "_")}`;
     const horizontal = ticks(low, high).map((value) => {
       const at = height - PAD.bottom - ((value - low) / (high - low)) * (height - PAD.top - PAD.bottom);
       return h("g", {}, h("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: at, y2: at }), h("text", { class: "axis", x: PAD.left - 6, y: at + 4, "text-anchor": "end" }, told(log ? 10 ** value : value, 3)));
     });
-    const vertical = ticks(from, to, Math.max(2, Math.floor(width / 110)))
-      .filter((value) => Number.isInteger(value))
-      .map((value) => h("text", { class: "axis", x: x(value), y: height - 5, "text-anchor": "middle" }, value.toLocaleString("en")));
+    const vertical = ticks(from / scaled.size, to / scaled.size, Math.max(2, Math.floor(width / 110)))
+      .filter((value) => axis !== "step" || Number.isInteger(value))
+      .map((value) => h("text", { class: "axis", x: x(value * scaled.size), y: height - 5, "text-anchor": "middle" }, scaled.told(value * scaled.size)));
     const path = (points) => points.map(([at, value], i) => `${i ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("");
     const drawn = (points) => thinned(points.filter(([at, value]) => at >= from - (to - from) && at <= to + (to - from) && (!log || value > 0)));
-    const curves = lines.map(({ run, raw, smooth }) => {
+    const floor = (value) => (log && value <= 0 ? 10 ** low : value);
+    const area = (points) => `${path(points.map(([at, , , , high]) => [at, high]))}${path(points.map(([at, , , low]) => [at, floor(low)]).reverse()).replace("M", "L")}Z`;
+    const curves = lines.map(({ colour, raw, smooth }) => {
       const points = drawn(raw);
+      const band = smooth.some(([, , , , , count]) => count > 1) ? h("path", { class: "band", d: area(drawn(smooth)) }) : null;
       const faint = smooth !== raw;
       const dots = points.length <= FEW ? points.map(([at, value]) => h("circle", { cx: x(at), cy: y(value), r: 2.6 })) : null;
-      return h("g", { class: `line run-${run % 8}` }, h("path", { class: faint ? "faint" : "main", d: path(points) }), dots, faint ? h("path", { class: "main", d: path(drawn(smooth)) }) : null);
+      return h("g", { class: `line run-${colour}` }, band, h("path", { class: faint ? "faint" : "main", d: path(points) }), dots, faint ? h("path", { class: "main", d: path(drawn(smooth)) }) : null);
     });
     replace(
       svg,
@@ -128,28 +135,39 @@ export function chart(title, data, zoom, entry) {
 
   function point(at) {
     if (!shape) return;
-    const everything = shape.lines.flatMap(({ raw }) => (raw.length ? [nearest(raw, at)[0]] : []));
-    const step = everything.reduce((best, one) => (Math.abs(one - at) < Math.abs(best - at) ? one : best), everything[0]);
-    cursor = step;
+    const everything = shape.lines.flatMap(({ raw }) => (raw.length ? [nearest(raw, at)] : []));
+    const [place, , step] = everything.reduce((best, one) => (Math.abs(one[0] - at) < Math.abs(best[0] - at) ? one : best));
+    cursor = place;
     const rows = shape.lines.map((line) => {
-      const [own, value] = nearest(line.raw, step);
-      return { ...line, own, value, mean: nearest(line.smooth, step)[1] };
+      const [own, value, step, low, high, count] = nearest(line.raw, place);
+      return { ...line, own, value, step, low, high, count, mean: nearest(line.smooth, place)[1] };
     });
-    const here = rows.filter(({ own }) => own === step);
+    const here = rows.filter(({ own }) => own === place);
     replace(
       svg.querySelector(".cursor") ?? svg,
-      h("line", { x1: shape.x(step), x2: shape.x(step), y1: PAD.top, y2: shape.height - PAD.bottom }),
-      here.filter(({ value }) => Number.isFinite(shape.y(value))).map(({ run, value }) => h("circle", { class: `line run-${run % 8}`, cx: shape.x(step), cy: shape.y(value), r: 4 })),
+      h("line", { x1: shape.x(place), x2: shape.x(place), y1: PAD.top, y2: shape.height - PAD.bottom }),
+      here.filter(({ value }) => Number.isFinite(shape.y(value))).map(({ colour, value }) => h("circle", { class: `line run-${colour}`, cx: shape.x(place), cy: shape.y(value), r: 4 })),
     );
+    const quiet = (text) => h("span", { class: "quiet" }, text);
     replace(
       tip,
       h("b", {}, `step ${number(step)}`),
-      rows.map(({ run, name, own, value, mean, raw, smooth }) =>
-        h("div", { class: `run run-${run % 8}` }, h("span", { class: "swatch" }), rows.length > 1 ? h("span", { class: "tip-name" }, name) : null, h("b", {}, told(value)), smooth !== raw ? h("span", { class: "quiet" }, ` smoothed ${told(mean)}`) : null, own !== step ? h("span", { class: "quiet" }, ` at step ${number(own)}`) : null),
+      shape.axis === "step" ? null : quiet(`, ${shape.told(place)}`),
+      rows.map(({ colour, name, own, value, step, low, high, count, mean, raw, smooth }) =>
+        h(
+          "div",
+          { class: `run run-${colour}` },
+          h("span", { class: "swatch" }),
+          rows.length > 1 ? h("span", { class: "tip-name" }, name) : null,
+          h("b", {}, told(value)),
+          count > 1 ? quiet(` ${told(low)} to ${told(high)} of ${count}`) : null,
+          smooth !== raw ? quiet(` smoothed ${told(mean)}`) : null,
+          own !== place ? quiet(` at step ${number(step)}`) : null,
+        ),
       ),
     );
     tip.hidden = false;
-    const left = (shape.x(step) / shape.width) * svg.clientWidth;
+    const left = (shape.x(place) / shape.width) * svg.clientWidth;
     tip.style.setProperty("left", `${left < svg.clientWidth / 2 ? left + 14 : left - 14 - tip.offsetWidth}px`);
     const high = here.length > 0 && here.every(({ value }) => shape.y(value) < shape.height / 2);
     tip.style.setProperty("top", `${high ? svg.clientHeight - PAD.bottom - tip.offsetHeight - 4 : PAD.top}px`);
@@ -163,22 +181,22 @@ export function chart(title, data, zoom, entry) {
   }
 
   const place = (event) => ((event.clientX - svg.getBoundingClientRect().left) / svg.clientWidth) * (shape?.width ?? 1);
-  svg.addEventListener("pointermove", (event) => shape && point(shape.step(place(event))));
+  svg.addEventListener("pointermove", (event) => shape && point(shape.at(place(event))));
   svg.addEventListener("pointerleave", hide);
   svg.addEventListener("blur", hide);
-  svg.addEventListener("pointerdown", (event) => shape && event.button === 0 && (drag = shape.step(place(event))));
+  svg.addEventListener("pointerdown", (event) => shape && event.button === 0 && (drag = shape.at(place(event))));
   svg.addEventListener("pointerup", (event) => {
     if (!shape || drag === null) return;
-    const [from, to] = [drag, shape.step(place(event))].sort((a, b) => a - b);
+    const [from, to] = [drag, shape.at(place(event))].sort((a, b) => a - b);
     drag = null;
     if ((to - from) / (shape.to - shape.from || 1) > 0.03) zoom.change([from, to]);
   });
   svg.addEventListener("dblclick", () => zoom.change(null));
   svg.addEventListener("keydown", (event) => {
     if (!shape || !/^Arrow(Left|Right)$/.test(event.key)) return;
-    const steps = [...new Set(shape.lines.flatMap(({ raw }) => raw.map(([step]) => step)))].sort((a, b) => a - b);
-    const now = cursor === null ? -1 : steps.indexOf(cursor);
-    point(steps[Math.min(steps.length - 1, Math.max(0, event.key === "ArrowRight" ? now + 1 : now < 0 ? steps.length - 1 : now - 1))]);
+    const places = [...new Set(shape.lines.flatMap(({ raw }) => raw.map(([at]) => at)))].sort((a, b) => a - b);
+    const now = cursor === null ? -1 : places.indexOf(cursor);
+    point(places[Math.min(places.length - 1, Math.max(0, event.key === "ArrowRight" ? now + 1 : now < 0 ? places.length - 1 : now - 1))]);
     event.preventDefault();
     event.stopPropagation();
   });

@@ -1,6 +1,7 @@
 // The configuration of each run, and the keys in which runs differ.
 
 import { h, replace } from "./dom.js";
+import { colourOf } from "./lines.js";
 
 export function configView(app) {
   const filter = h("input", { type: "search", placeholder: "filter keys and values  ( / )", "data-search": true, "aria-label": "Filter keys and values" });
@@ -23,7 +24,7 @@ export function configView(app) {
       const cells = values.map((value, i) => h("td", { class: differs && i > 0 && value !== values[0] ? "differs" : null }, value === null ? h("i", { class: "quiet" }, "not there") : value));
       return [h("tr", { class: differs ? "row-differs" : null }, h("th", { scope: "row" }, differs ? h("span", { class: "mark", title: "differs", "aria-label": "differs" }, "≠ ") : null, key), cells)];
     });
-    const head = h("tr", {}, h("th", {}, "key"), runs.map((run) => h("th", { class: `run run-${run.number % 8}` }, h("span", { class: "swatch" }), run.name)));
+    const head = h("tr", {}, h("th", {}, "key"), runs.map((run) => h("th", { class: `run run-${colourOf(app, run)}` }, h("span", { class: "swatch" }), run.name)));
     const top = facts.map(([label, name]) => h("tr", { class: "fact" }, h("th", { scope: "row" }, label), runs.map((run) => h("td", {}, run.about[name] || "–"))));
     const none = runs.length > 1 && only.checked ? "These runs have the same configuration." : "No key matches.";
     replace(table, h("table", { class: "config" }, h("thead", {}, head), h("tbody", {}, top, rows.length ? rows : h("tr", {}, h("td", { colspan: runs.length + 1, class: "quiet" }, none)))));

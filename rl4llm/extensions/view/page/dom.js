@@ -1,7 +1,7 @@
 // Build elements and format numbers. Text is only inserted as text: nothing here parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
-const SVG_TAGS = new Set(["svg", "path", "line", "g", "text", "circle", "rect", "clipPath", "defs"]);
+const SVG_TAGS = new Set(["svg", "path", "line", "g", "text", "circle", "rect", "clipPath", "defs", "title"]);
 
 export function h(tag, attributes = {}, ...children) {
   const element = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);

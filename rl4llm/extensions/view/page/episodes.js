@@ -2,6 +2,7 @@
 
 import { h, number, replace } from "./dom.js";
 import { asRow, dots, groupsOf, keyOf, rewardRange, withoutGradient, words } from "./groups.js";
+import { colourOf } from "./lines.js";
 import { promptLink } from "./prompt.js";
 
 const PAGE = 100;
@@ -221,7 +222,7 @@ export function episodesView(app) {
   function cell(row, column) {
     const { name, text } = column;
     const inside = (...content) => h("td", { class: kind(column) }, content);
-    if (name === "run") return h("td", { class: `run run-${row.run % 8}` }, h("span", { class: "swatch" }), app.runs[row.run].name);
+    if (name === "run") return h("td", { class: `run run-${colourOf(app, app.runs[row.run])}` }, h("span", { class: "swatch" }), app.runs[row.run].name);
     if (name === "prompt") return h("td", { class: "words" }, words(row, promptLink(app.runs[row.run], row)));
     if (name === "sample" && state.by === "prompt") return inside(dots(row.members, range));
     if (name === "set") return inside(row.set === "eval" ? "held-out" : "training");

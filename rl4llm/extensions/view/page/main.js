@@ -5,6 +5,7 @@ import { curvesView } from "./curves.js";
 import { h, isTyping, number, replace, visible } from "./dom.js";
 import { episodeView } from "./episode.js";
 import { episodesView } from "./episodes.js";
+import { colourOf } from "./lines.js";
 import { promptView } from "./prompt.js";
 import { openSource } from "./source.js";
 
@@ -31,7 +32,7 @@ const THEMES = ["auto", "light", "dark"];
 if (new URLSearchParams(location.search).has("token")) {
   history.replaceState(null, "", location.pathname + location.hash); // the cookie stores it from now on
 }
-const app = { source: openSource(), runs: [], hidden: new Set(), view: null, list: [], go, status };
+const app = { source: openSource(), runs: [], hidden: new Set(), bands: true, view: null, list: [], go, status, setBands };
 const top = document.getElementById("top");
 const main = document.getElementById("main");
 const footer = document.getElementById("status");
@@ -45,6 +46,13 @@ const help = h(
 
 function go(route) {
   location.hash = route;
+}
+
+// Seeds of one configuration as one band of curves, or each run as a line.
+function setBands(bands) {
+  app.bands = bands;
+  drawTop(app.current);
+  app.view?.update?.({ metrics: true, rows: false });
 }
 
 function status(text) {
@@ -91,7 +99,7 @@ function drawTop(route) {
     });
     return h(
       "label",
-      { class: `run run-${i % 8}`, title: run.about.path },
+      { class: `run run-${colourOf(app, run)}`, title: run.about.path },
       app.runs.length > 1 ? box : null,
       h("span", { class: "swatch" }),
       h("b", {}, run.name),

@@ -1,5 +1,7 @@
 // The source of the page's data: a server that may follow a run, or the file itself. Both have the same methods.
 
+import { axesOf } from "./lines.js";
+
 export function openSource() {
   const embedded = document.getElementById("data");
   return embedded ? new FileSource(JSON.parse(embedded.textContent)) : new ServerSource();
@@ -25,6 +27,7 @@ class Run {
   addMetrics(rows, glossary) {
     for (const [name, entry] of Object.entries(glossary)) this.glossary.set(name, entry);
     for (const { step, ...values } of rows) this.steps.set(step, { ...this.steps.get(step), ...values });
+    this.axes = axesOf(this.steps);
   }
 
   metricNames() {

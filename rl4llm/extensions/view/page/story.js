@@ -1,6 +1,7 @@
 // What happened: a headline for each run, episodes that show it and some that look suspicious, and the differences of runs.
 
 import { h, inUnit, number, replace, signed } from "./dom.js";
+import { colourOf, linesOf, mean } from "./lines.js";
 import { timeline } from "./timeline.js";
 
 const COMPARED = ["eval/accuracy", "eval/reward/mean", "eval/loss", "accuracy", "reward/mean", "completion_length/mean", "truncated", "tokens/s"];
@@ -14,10 +15,10 @@ export function storyView(app) {
   function draw() {
     const runs = app.runs.filter((run, i) => !app.hidden.has(i) && run.story);
     const many = app.runs.length > 1;
-    const now = JSON.stringify(runs.map((run) => [run.number, run.story, run.generation, run.rows.length, run.steps.size]));
+    const now = JSON.stringify([app.bands, runs.map((run) => [run.number, run.story, run.generation, run.rows.length, run.steps.size])]);
     if (now === drawn) return; // the focus stays where it is
     drawn = now;
-    replace(element, runs.map((run) => about(run, many)), runs.length > 1 ? comparison(runs) : null);
+    replace(element, runs.map((run) => about(run, many)), runs.length > 1 ? comparison(linesOf(app)) : null);
   }
 
   function about(run, many) {
@@ -29,7 +30,7 @@ export function storyView(app) {
       inside = h("details", { open: opened.has(run.number) }, h("summary", {}, "Episodes that show it"), parts);
       inside.addEventListener("toggle", () => (inside.open ? opened.add(run.number) : opened.delete(run.number)));
     }
-    return h("section", { class: `run-${run.number % 8}`, "data-story": run.number }, h("h1", {}, name, text), h("p", { class: "quiet" }, alerts), inside);
+    return h("section", { class: `run-${colourOf(app, run)}`, "data-story": run.number }, h("h1", {}, name, text), h("p", { class: "quiet" }, alerts), inside);
   }
 
   function cards(run, part, title) {
@@ -44,22 +45,29 @@ export function storyView(app) {
   return { element, draw };
 }
 
-// The last values of each run, held-out ones first, and what each differs from the first run.
-function comparison(runs) {
+// The last values of each line, held-out ones first, and what each differs from the first one.
+function comparison(lines) {
+  const runs = lines.flatMap((line) => line.runs);
   const rows = COMPARED.filter((name) => runs.some((run) => run.points(name).length)).map((name) => {
     const unit = runs.map((run) => run.glossary.get(name)).find(Boolean)?.unit;
-    const values = runs.map((run) => latest(name, run.points(name)));
-    const cells = values.map((value, i) => h("td", { class: "number" }, value === null ? "–" : inUnit(value, unit), i && value !== null && values[0] !== null ? h("span", { class: "delta" }, ` ${difference(value - values[0], unit)}`) : null));
+    const values = lines.map((line) => line.runs.map((run) => latest(name, run.points(name))).filter((value) => value !== null));
+    const first = values[0].length ? mean(values[0]) : null;
+    const cells = values.map((own, i) => h("td", { class: "number" }, own.length ? inUnit(mean(own), unit) : "–", spread(own, unit), i && own.length && first !== null ? h("span", { class: "delta" }, ` ${difference(mean(own) - first, unit)}`) : null));
     return h("tr", { "data-compared": name }, h("th", { scope: "row" }, name), cells);
   });
-  const head = runs.map((run) => h("th", { class: `run run-${run.number % 8} number` }, h("span", { class: "swatch" }), run.name));
-  const what = `Last values; of training, the mean of the last ${ENDS} steps. In brackets, the difference from ${runs[0].name}.`;
+  const head = lines.map(({ colour, name }) => h("th", { class: `run run-${colour} number` }, h("span", { class: "swatch" }), name));
+  const seeds = lines.length < runs.length ? " Of seeds, the mean, the lowest and the highest." : "";
+  const what = `Last values; of training, the mean of the last ${ENDS} steps.${seeds}${lines.length > 1 ? ` In brackets, the difference from ${lines[0].name}.` : ""}`;
   return h("section", {}, h("div", { class: "scroll" }, h("table", { class: "compare" }, h("thead", {}, h("tr", {}, h("th", {}, "metric"), head)), h("tbody", {}, rows))), h("p", { class: "quiet" }, what));
+}
+
+function spread(values, unit) {
+  return values.length > 1 ? h("span", { class: "delta" }, ` ${inUnit(Math.min(...values), unit)} to ${inUnit(Math.max(...values), unit)}`) : null;
 }
 
 function latest(name, points) {
   const values = points.slice(name.startsWith("eval/") ? -1 : -ENDS).map(([, value]) => value);
-  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+  return values.length ? mean(values) : null;
 }
 
 function difference(value, unit) {

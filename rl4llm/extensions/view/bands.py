@@ -1,0 +1,55 @@
+"""Which runs are seeds of one configuration; their curves are one band."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os.path import commonprefix
+from pathlib import PurePath
+from typing import Any
+
+from rl4llm.extensions.view.run import ViewedRun
+
+
+def described(runs: Sequence[ViewedRun]) -> list[dict[str, Any]]:
+    """Return `about` of each run with its `band`: the number of the first run of the band, and the name of the band.
+
+    Runs are a band if their configurations differ only in `seed` and in paths, and no seed occurs twice. Directories
+    are ignored, and of other paths the last part counts.
+    """
+    abouts = [run.about() for run in runs]
+    bands: list[tuple[Any, list[int], set[Any]]] = []
+    for number, about in enumerate(abouts):
+        config, seed = _configuration(about["config"]), about["config"].get("seed")
+        for known, members, seeds in bands:
+            if config and config == known and seed not in seeds:
+                members.append(number)
+                seeds.add(seed)
+                break
+        else:
+            bands.append((config, [number], {seed}))
+    for _, members, _ in bands:
+        name = _name([runs[number].name for number in members])
+        for number in members:
+            abouts[number] |= {"band": members[0], "band_name": name}
+    return abouts
+
+
+def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
+    names = {key: key.rpartition(".")[2] for key in config}
+    return {
+        key: PurePath(value).name if names[key] == "path" and isinstance(value, str) else value
+        for key, value in config.items()
+        if key != "seed" and names[key] != "dir"
+    }
+
+
+def _name(names: Sequence[str]) -> str:
+    """Return what the names have in common.
+
+    >>> _name(["grpo/seed-0", "grpo/seed-1"]), _name(["a", "b"])
+    ('grpo/seed', 'a')
+    """
+    if len(names) == 1:
+        return names[0]
+    shared = commonprefix(list(names))  # noqa: RUF071 - of characters, since the seed is the end of a part
+    return shared.rstrip("-_./= 0123456789") or names[0]
