@@ -122,6 +122,7 @@ setup(
         "omegaconf>=2.4,<3",
         "pyyaml>=6,<7",
         "rich>=13,<16",
+        "uniplot>=0.23,<1",  # curves of `rl4llm view --terminal`
         "argcomplete>=3,<4",
         "tensorboard>=2.17,<3",
         "matplotlib>=3.8,<4",

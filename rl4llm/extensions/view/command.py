@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl4llm.commands.arguments import add_command, add_json
 from rl4llm.commands.output import say, write_json
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import load
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -21,12 +22,16 @@ def add(commands: Any) -> None:
         "rl4llm view runs/quickstart/grpo",
         "rl4llm view runs/a runs/b",
         "rl4llm view runs --export report.html",
+        "rl4llm view runs/a --terminal",
     )
     about = "show runs in a browser: curves, configurations, episodes token by token"
     command = add_command(commands, "view", run, about, examples)
     command.add_argument("runs", nargs="+", metavar="RUN", help="output.dir of a run, or a directory of runs")
     add_address(command)
     command.add_argument("--export", metavar="FILE", help="write everything into one HTML file instead")
+    command.add_argument(
+        "--terminal", action="store_true", help="print the main curves and a few episodes as text instead"
+    )
     add_json(command, "print the runs as JSON instead of serving them")
     command.add_argument(
         "--episodes",
@@ -37,6 +42,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from rl4llm.extensions.view.bands import described
     from rl4llm.extensions.view.export import export
     from rl4llm.extensions.view.run import find_runs
     from rl4llm.extensions.view.server import application
@@ -45,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.episodes < 0:
         raise ConfigError(f"--episodes {arguments.episodes} is not accepted. Accepted: 0 or more.")
     if arguments.json:
-        write_json([run.about() for run in runs])
+        write_json(described(runs))
+        return 0
+    if arguments.terminal:
+        load("rl4llm.extensions.view.terminal:show_runs")(runs)
         return 0
     if arguments.export is not None:
         count = export(runs, Path(arguments.export), arguments.episodes)

@@ -1,0 +1,42 @@
+import os
+import subprocess
+import sys
+
+from extensions.view.runs import episode, write_run
+
+from rl4llm.core.types import Group
+from rl4llm.tracking.episodes import EpisodeLog
+
+
+def printed(*runs, **environ):
+    command = [sys.executable, "-m", "rl4llm", "view", *map(str, runs), "--terminal"]
+    environ = {**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8", **environ}
+    return subprocess.run(command, capture_output=True, env=environ, check=True, encoding="utf-8").stdout
+
+
+def test_a_run_is_shown_as_text(tokenizer, tmp_path):
+    run = write_run(tmp_path / "run", tokenizer)
+    said = episode(tokenizer, "9", answer=f"\x1b[2J{'so ' * 400}", reward=1.0)
+    EpisodeLog(run / "episodes", resume_step=9).log(9, [Group("9", (said,))])
+    text = printed(run)
+    assert text.startswith("run: Training reward 0.1 → 0.3 in 3 steps")
+    assert "No alerts.\n" in text and "\x1b" not in text and max(map(len, text.split("\n"))) < 800
+    reward, loss = text.split("─┐\n")[1:]
+    assert "reward/mean, run" in text and "loss, run" in text
+    rising, falling = (curve.split("│\n")[0][1:6] for curve in (reward, loss))
+    assert not rising.strip() and falling.strip()  # the first line of a curve has its highest point
+    assert (
+        "user: How much is" in text and 'calls {"type": "function", "function": {"name": "calculator"' in text
+    )
+    assert "assistant: \\x1b[2Jso so " in text and " … 604 more characters\nreward 1.0, done\n" in text
+
+
+def test_seeds_are_one_curve_and_other_runs_have_marks(tokenizer, tmp_path):
+    seeds = [write_run(tmp_path / f"s-{n}", tokenizer, offset=n, seed=n) for n in range(2)]
+    other = write_run(tmp_path / "other", tokenizer, lr="2.0e-4", offset=0.2)
+    assert "reward/mean, s (mean of 2 seeds)" in printed(*seeds)
+    text = printed(*seeds, other)
+    assert "** s (mean of 2 seeds)   oo other" in text
+    assert "***" in text and "ooo" in text and "▄" not in text  # without colours
+    assert "▄" in printed(*seeds, other, FORCE_COLOR="1", TERM="xterm-256color")
+    assert "Training reward 0.1 ? 0.3" in printed(seeds[0], PYTHONIOENCODING="ascii")
