@@ -120,7 +120,8 @@ def _episode(run: ViewedRun, one: Mapping[str, Any]) -> Iterator[str | Text]:
     yield Text(visible(f"{run.name}: {one['why']}"), style="bold")
     for message in episode.get("messages") or ():
         if isinstance(message, dict):
-            calls = [f"calls {json.dumps(call)}" for call in message.get("tool_calls") or ()]
+            asks = message.get("role") != "tool"  # a tool's message has the call that it answers
+            calls = [f"calls {json.dumps(call)}" for call in message.get("tool_calls") or () if asks]
             said = "\n".join([*filter(None, [str(message.get("content") or "")]), *calls])
             yield f"{message.get('role')}: {_short(said)}"
     yield f"reward {episode.get('reward')}, {episode.get('stop_reason')}\n"

@@ -54,6 +54,10 @@ export function isTyping(event) {
   return /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
 }
 
+export function asText(value) {
+  return typeof value === "string" ? value : JSON.stringify(value);
+}
+
 // Long texts are shown in parts, so that 10 MB of a repeated letter do not block the browser.
 export function longText(text, most = 8000) {
   const whole = visible(String(text ?? ""));

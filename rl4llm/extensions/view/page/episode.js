@@ -1,6 +1,7 @@
 // One episode: its messages, next to the other samples of its prompt, and all values of each token.
 
-import { h, longText, number, replace, signed } from "./dom.js";
+import { asText, h, longText, number, replace, signed } from "./dom.js";
+import { conversation } from "./message.js";
 import { promptLink } from "./prompt.js";
 
 const SHOWN = new Set(["step", "prompt_id", "sample", "reward", "rewards", "stop_reason", "ground_truth", "messages", "spans", "forks", "turns", "tokens", "credit", "mismatch", "failure", "failure_class", "role"]);
@@ -55,7 +56,7 @@ export function episodeView(app) {
       h("div", { class: "crumbs" }, back(), promptLink(run, row), h("span", { class: "spring" }), h("button", { type: "button", onclick: () => step(-1), title: "key p" }, "‹ previous"), h("button", { type: "button", onclick: () => step(1), title: "key n" }, "next ›")),
       h("h1", {}, `${row.set === "eval" ? "Held-out" : "Step"} ${row.step ?? "?"}, prompt ${row.prompt.slice(0, 200) || "?"}`, row.role ? `, ${row.role}` : "", h("span", { class: "quiet" }, ` sample ${row.sample ?? "?"}`), app.runs.length > 1 ? h("span", { class: "quiet" }, ` of ${run.name}`) : null),
       facts(episode, row),
-      h("section", {}, h("h2", {}, "Conversation"), conversation(episode.messages, images)),
+      h("section", {}, h("h2", {}, "Conversation"), episode.messages?.length ? h("ol", { class: "messages" }, conversation(episode.messages, images)) : h("p", { class: "quiet" }, "No messages.")),
       tokensSection(episode, texts),
       beside(run, row, group),
       extra(episode),
@@ -77,13 +78,8 @@ export function episodeView(app) {
       { class: "facts" },
       episode.failure !== undefined ? h("p", { class: "warning" }, h("b", {}, `Failed (${episode.failure_class ?? "unknown"}): `), longText(episode.failure, 2000)) : null,
       h("dl", {}, pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-      episode.ground_truth !== undefined && episode.ground_truth !== null ? h("p", { class: "truth" }, h("span", { class: "quiet" }, "ground truth "), h("code", {}, longText(text(episode.ground_truth), 1000))) : null,
+      episode.ground_truth !== undefined && episode.ground_truth !== null ? h("p", { class: "truth" }, h("span", { class: "quiet" }, "ground truth "), h("code", {}, longText(asText(episode.ground_truth), 1000))) : null,
     );
-  }
-
-  function conversation(messages, images) {
-    if (!messages?.length) return h("p", { class: "quiet" }, "No messages.");
-    return h("ol", { class: "messages" }, messages.map((one) => message(one, images)));
   }
 
   function tokensSection(episode, texts) {
@@ -153,7 +149,7 @@ export function episodeView(app) {
       ["clipped", token.clipped === undefined ? "–" : token.clipped ? "yes" : "no"],
       ["weights' version", token.version ?? "–"],
       ["place", `${i + 1} of ${tokens.length}`],
-      ...Object.entries(token.more).map(([name, value]) => [name, text(value).slice(0, 200)]),
+      ...Object.entries(token.more).map(([name, value]) => [name, asText(value).slice(0, 200)]),
     ];
     const why = token.author === "policy" && token.trainer === undefined ? h("p", { class: "quiet" }, "It did not train: held-out, failed, frozen, or without a difference between the rewards of its group.") : null;
     panel.classList.add("filled");
@@ -196,7 +192,7 @@ export function episodeView(app) {
             "div",
             { class: `column${one === row ? " this" : ""}` },
             h("a", { href: `#/episode/${run.number}/${one.number}`, "aria-current": one === row ? "true" : null }, `sample ${one.sample ?? "?"}`, h("b", {}, ` ${number(one.reward)}`), h("span", { class: "quiet" }, ` ${one.failure ? "failed" : one.stop}`)),
-            h("ol", { class: "messages small" }, messages.slice(shared).map((one) => message(one, found[i]?.images))),
+            h("ol", { class: "messages small" }, conversation(messages, found[i]?.images).slice(shared)),
           );
         }),
       );
@@ -207,7 +203,7 @@ export function episodeView(app) {
   function extra(episode) {
     const rest = Object.entries(episode).filter(([name, value]) => !SHOWN.has(name) && !(name === "extras" && !Object.keys(value ?? {}).length));
     if (!rest.length) return null;
-    return h("section", {}, h("h2", {}, "More that was noted"), h("table", { class: "config" }, rest.flatMap(([name, value]) => (name === "extras" ? Object.entries(value).map(([key, item]) => [`extras.${key}`, item]) : [[name, value]])).map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, longText(text(value), 3000))))));
+    return h("section", {}, h("h2", {}, "More that was noted"), h("table", { class: "config" }, rest.flatMap(([name, value]) => (name === "extras" ? Object.entries(value).map(([key, item]) => [`extras.${key}`, item]) : [[name, value]])).map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, longText(asText(value), 3000))))));
   }
 
   // The first sampled token; a long prompt may be in front of it.
@@ -237,29 +233,6 @@ export function episodeView(app) {
       return true;
     },
   };
-}
-
-// `images` has a small copy of each image by digest.
-export function message(one, images = {}) {
-  const calls = (one.tool_calls ?? []).map((call) => {
-    const { name, arguments: given } = call.function ?? call;
-    return h("div", { class: "call" }, h("span", { class: "badge" }, "calls"), h("b", {}, ` ${name ?? "?"} `), h("code", {}, longText(text(given ?? {}), 3000)));
-  });
-  const role = ["system", "user", "assistant", "tool"].includes(one.role) ? one.role : "other";
-  const more = Object.entries(one).filter(([name]) => !["role", "content", "parts", "tool_calls", "tool_call_id"].includes(name));
-  return h(
-    "li",
-    { class: `message ${role}` },
-    h("div", { class: "role" }, String(one.role), one.tool_call_id ? h("span", { class: "quiet" }, ` ${one.tool_call_id}`) : null),
-    one.parts ? h("div", { class: "content" }, one.parts.map((part) => (typeof part === "string" ? longText(part) : picture(part, images)))) : one.content ? h("div", { class: "content" }, longText(one.content)) : calls.length ? null : h("div", { class: "quiet" }, "(empty)"),
-    calls,
-    more.map(([name, value]) => h("div", { class: "quiet" }, `${name}: `, longText(text(value), 500))),
-  );
-}
-
-function picture({ digest }, images) {
-  if (!images[digest]) return h("span", { class: "quiet" }, digest ? "(an image whose file is gone)" : "(an image that the policy did not see)");
-  return h("img", { class: "picture", src: images[digest], alt: "image", title: digest });
 }
 
 // The tokens of a span; those of an image are one.
@@ -295,8 +268,4 @@ function common(conversations) {
   let shared = 0;
   while (shared < first.length && conversations.every((messages) => JSON.stringify(messages[shared]) === JSON.stringify(first[shared]))) shared++;
   return Math.min(shared, ...conversations.map((messages) => messages.length - 1).filter((size) => size >= 0));
-}
-
-function text(value) {
-  return typeof value === "string" ? value : JSON.stringify(value);
 }

@@ -1,7 +1,7 @@
 // The page of `rl4llm recipe play`: a person answers in the place of the policy.
 
 import { h, longText, number, replace } from "./dom.js";
-import { message } from "./episode.js";
+import { conversation as listed } from "./message.js";
 
 const EVERY_MS = 400;
 const conversation = h("ol", { class: "messages played" });
@@ -50,7 +50,7 @@ function draw(state) {
   const asked = state.asks && !JSON.parse(drawn || "{}").asks;
   drawn = now;
   status("");
-  replace(conversation, (state.messages ?? []).map(message));
+  replace(conversation, listed(state.messages ?? []));
   replace(said, ended(state));
   seen.textContent = state.prompt;
   details.hidden = form.hidden = !state.asks;
