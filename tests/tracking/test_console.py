@@ -86,6 +86,7 @@ def test_reward_is_drawn_as_bars_ten_times_a_run():
     assert len(drawn) == 10 and drawn[0] == f"reward {'▁' * 40} 0.000 → 0.000  steps 1 to 100"
     assert drawn[-1] == f"reward {'▁' * 20}{'█' * 20} 0.000 → 1.000  steps 1 to 1000"
     assert bars(10, [1.0, math.nan, *[0.5] * 6, 0.0, math.inf]) == []  # too few that are finite
+    assert len(bars(15, [0.5] * 15)) == 2  # the last step has one too
     assert bars(10, [0.5] * 10, mode="quiet") == [] and bars(9, [0.5] * 9) == []
 
 

@@ -27,8 +27,12 @@ def described(runs: Sequence[ViewedRun]) -> list[dict[str, Any]]:
                 break
         else:
             bands.append((config, [number], {seed}))
+    taken = {run.name for run in runs}
     for _, members, _ in bands:
-        name = _name([runs[number].name for number in members])
+        name = _shared([runs[number].name for number in members])
+        if len(members) == 1 or not name or name in taken:
+            name = runs[members[0]].name
+        taken.add(name)
         for number in members:
             abouts[number] |= {"band": members[0], "band_name": name}
     return abouts
@@ -43,13 +47,11 @@ def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _name(names: Sequence[str]) -> str:
-    """Return what the names have in common.
+def _shared(names: Sequence[str]) -> str:
+    """Return what the names have in common, without the number of a seed.
 
-    >>> _name(["grpo/seed-0", "grpo/seed-1"]), _name(["a", "b"])
-    ('grpo/seed', 'a')
+    >>> _shared(["grpo/seed-0", "grpo/seed-1"])
+    'grpo/seed'
     """
-    if len(names) == 1:
-        return names[0]
     shared = commonprefix(list(names))  # noqa: RUF071 - of characters, since the seed is the end of a part
-    return shared.rstrip("-_./= 0123456789") or names[0]
+    return shared.rstrip("-_./= 0123456789")

@@ -1,4 +1,4 @@
-"""``rl4llm view``: show runs in a browser."""
+"""``rl4llm view``: show runs in a browser, in a file or as text."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def add(commands: Any) -> None:
     command = add_command(commands, "view", run, about, examples)
     command.add_argument("runs", nargs="+", metavar="RUN", help="output.dir of a run, or a directory of runs")
     add_address(command)
-    command.add_argument("--export", metavar="FILE", help="write everything into one HTML file instead")
-    command.add_argument(
-        "--terminal", action="store_true", help="print the main curves and a few episodes as text instead"
-    )
+    instead = command.add_mutually_exclusive_group()
+    instead.add_argument("--export", metavar="FILE", help="write everything into one HTML file instead")
+    about = "print the main curves and a few episodes as text instead"
+    instead.add_argument("--terminal", action="store_true", help=about)
     add_json(command, "print the runs as JSON instead of serving them")
     command.add_argument(
         "--episodes",

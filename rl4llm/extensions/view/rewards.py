@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from rl4llm.extensions.view.index import COLUMNS
 
-SET, STEP, REWARD, FAILURE, MORE = (
-    COLUMNS.index(name) for name in ("set", "step", "reward", "failure", "more")
-)
+SET, STEP, REWARD, MORE = (COLUMNS.index(name) for name in ("set", "step", "reward", "more"))
 LEVELS, BINS, MOST_COLUMNS = 12, 16, 120
 
 
@@ -21,7 +20,11 @@ def histogram(rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """
     rewards: dict[int, list[float]] = defaultdict(list)
     for row in rows:
-        scored = isinstance(row[REWARD], int | float) and not row[FAILURE] and not row[MORE].get("frozen")
+        scored = (
+            isinstance(row[REWARD], int | float)
+            and math.isfinite(row[REWARD])
+            and not row[MORE].get("frozen")
+        )
         if scored and row[SET] == "step" and isinstance(row[STEP], int):
             rewards[row[STEP]].append(float(row[REWARD]))
     levels = sorted({reward for own in rewards.values() for reward in own})
@@ -29,9 +32,9 @@ def histogram(rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
         bins = [[level, level] for level in levels]
         place = {level: number for number, level in enumerate(levels)}
     else:
-        width = (levels[-1] - levels[0]) / BINS
+        width = levels[-1] / BINS - levels[0] / BINS
         bins = [[levels[0] + i * width, levels[0] + (i + 1) * width] for i in range(BINS)]
-        place = {level: min(BINS - 1, int((level - levels[0]) / width)) for level in levels}
+        place = {level: min(BINS - 1, int(level / width - levels[0] / width)) for level in levels}
     columns = []
     ordered, size = sorted(rewards), -(-len(rewards) // MOST_COLUMNS)
     for steps in (ordered[start : start + size] for start in range(0, len(ordered), size or 1)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -70,7 +71,7 @@ def _curve(name: str, series: Mapping[str, Points]) -> Text:
         ys=[[*points.values()] for points in series.values()],
         lines=True,
         title=visible(", ".join([name, *series]) if len(series) == 1 else name),
-        width=min(terminal.width, WIDEST) - LABELS,
+        width=max(1, min(terminal.width, WIDEST) - LABELS),
         height=HEIGHT,
         color=list(COLOURS) if len(series) > 1 and not marked else False,
         character_set="ascii" if marked else "block",
@@ -100,7 +101,7 @@ def _points(run: ViewedRun) -> dict[str, Points]:
     found: dict[str, Points] = defaultdict(dict)
     for row in (row for part in run.parts() for row in part["rows"]):
         for name in MAIN:
-            if isinstance(value := row.get(name), int | float):
+            if isinstance(value := row.get(name), int | float) and math.isfinite(value):
                 found[name][int(row["step"])] = float(value)
     return found
 

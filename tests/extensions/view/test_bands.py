@@ -42,12 +42,20 @@ def test_other_configurations_are_no_band(tmp_path, other):
     assert bands(tmp_path, one, other, third) == [(0, "a"), (1, "b-1"), (0, "a")]
 
 
+def test_bands_have_different_names(tmp_path):
+    lrs = (1e-4, 1e-4, 2e-4, 2e-4)
+    runs = [(f"seed-{n}", n, "warm", lr) for n, lr in enumerate(lrs)]
+    assert bands(tmp_path, *runs, ("seed-x", 9, "warm", 3e-4)) == [
+        *[(0, "seed")] * 2, *[(2, "seed-2")] * 2, (4, "seed-x")
+    ]  # fmt: skip
+
+
 def test_runs_without_a_configuration_are_no_band(tmp_path):
     assert bands(tmp_path, ("x", 0, "", 0), ("y", 1, "", 0)) == [(0, "x"), (1, "y")]
 
 
 def row(**values):
-    full = {"set": "step", "failure": "", "more": {}, **values}
+    full = {"set": "step", "more": {}, **values}
     return [full.get(name) for name in COLUMNS]
 
 
@@ -68,3 +76,8 @@ def test_many_rewards_and_steps_are_put_together():
     assert totals == [20] * 15 + [40]  # the last bin has its upper edge
     others = [row(step=1, reward=9.0, **more) for more in ({"set": "eval"}, {"more": {"frozen": True}})]
     assert histogram(rows + others) == found and histogram([]) == {"bins": [], "columns": []}
+
+
+def test_rewards_may_be_as_large_as_floats():
+    found = histogram([row(step=1, reward=reward) for reward in (1e999, -1e308, 1e308, *range(12))])
+    assert found["bins"][0][0] == -1e308 and found["columns"] == [[1, 1, [1, *[0] * 7, 12, *[0] * 6, 1]]]

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -16,10 +17,13 @@ def printed(*runs, **environ):
 
 def test_a_run_is_shown_as_text(tokenizer, tmp_path):
     run = write_run(tmp_path / "run", tokenizer)
+    with open(run / "metrics.jsonl", "a") as file:  # neither the same curve twice nor a flat one
+        for step in (1, 2, 3):
+            file.write(json.dumps({"step": step, "accuracy": step / 10, "truncated": 0.0}) + "\n")
     said = episode(tokenizer, "9", answer=f"\x1b[2J{'so ' * 400}", reward=1.0)
     EpisodeLog(run / "episodes", resume_step=9).log(9, [Group("9", (said,))])
     text = printed(run)
-    assert text.startswith("run: Training reward 0.1 → 0.3 in 3 steps")
+    assert text.startswith("run: Training accuracy 10 % → 30 % in 3 steps")
     assert "No alerts.\n" in text and "\x1b" not in text and max(map(len, text.split("\n"))) < 800
     reward, loss = text.split("─┐\n")[1:]
     assert "reward/mean, run" in text and "loss, run" in text

@@ -120,10 +120,14 @@ export function curvesView(app) {
     drawAlerts();
     shown.textContent = Number(slider.value).toFixed(2);
     for (const { element, draw } of charts.values()) if (element.isConnected) draw();
-    replace(strips, runs().map((run) => strip(run).element));
-    runs().forEach((run) => strip(run).draw());
+    drawStrips();
     for (const option of axis.options) option.disabled = !app.runs.some((run) => run.axes[option.value].size);
     bands.parentElement.hidden = !hasBands(app);
+  }
+
+  function drawStrips() {
+    replace(strips, runs().map((run) => strip(run).element));
+    runs().forEach((run) => strip(run).draw());
   }
 
   function strip(run) {
@@ -155,7 +159,7 @@ export function curvesView(app) {
     leave: () => observer.disconnect(),
     update({ metrics }) {
       story.draw();
-      if (!metrics) return;
+      if (!metrics) return drawStrips();
       if (names().length !== known) layOut();
       else drawAll();
       known = names().length;

@@ -4,10 +4,9 @@ import { number } from "./dom.js";
 
 const PHASES = ["time/step", "time/evaluate", "time/checkpoint"]; // their sum is the time of a run
 const UNITS = [["h", 3600], ["min", 60], ["s", 1]];
-const EACH = { step: "steps", seconds: "time", tokens: "tokens" };
-export const AXES = Object.entries(EACH);
+export const AXES = [["step", "steps"], ["seconds", "time"], ["tokens", "tokens"]];
 
-// What comes up to each step: seconds of training, and tokens that were sampled, or read where nothing is sampled.
+// The places of each step on each axis: seconds of training, and tokens that were sampled, or read where nothing is sampled.
 export function axesOf(steps) {
   const axes = { step: new Map(), seconds: new Map(), tokens: new Map() };
   let [seconds, tokens] = [0, 0];
