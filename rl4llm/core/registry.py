@@ -87,7 +87,7 @@ class Registry(Generic[T]):
                 "`__name__`, or a name in parentheses, as in register('name')."
             )
         known = self._items.get(name)
-        if known is not None and known is not item and known != _path(item):
+        if known is not None and known is not item and known != _path(item) and not _again(known, item):
             raise ConfigError(f"{self.where}={name!r} is already registered as {self._items[name]!r}.")
         self._items[name] = cast(T, item)  # what is decorated keeps its own type for whoever calls it
         return item
@@ -247,6 +247,16 @@ def import_name(item: object) -> str | None:
     """Return the ``package.module:name`` that imports exactly this item, or None."""
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", "")
     return f"{module}:{name}" if name and getattr(sys.modules.get(module or ""), name, None) is item else None
+
+
+def _again(known: object, item: object) -> bool:
+    """Return whether a prompt or a notebook's cell, which belong to no file, defines the known item again."""
+    session = sys.modules["__main__"]
+    return (
+        getattr(item, "__module__", "") == session.__name__ == "__main__"
+        and getattr(session, "__file__", None) is None
+        and _path(item) == _path(known)
+    )
 
 
 def _path(item: object) -> str:

@@ -3,8 +3,10 @@
 import importlib
 import importlib.metadata
 import os
+import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -115,3 +117,18 @@ def test_a_broken_package_is_named_with_the_next_step(installed):
         ConfigError, match=r"env\.name='lost' is mine_for_registry:Lost of an installed .*uninstall it"
     ):
         installed["lost"]
+
+
+def test_a_file_that_registers_a_name_twice_is_refused(tmp_path):
+    """Only a cell, which has no file, may define what it registers again."""
+    defined = "@names.register('one')\nclass One: ...\n"
+    code = f"from rl4llm.core.registry import Registry\nnames = Registry('names')\n{defined}{defined}"
+    (tmp_path / "twice.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "twice.py"], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert "names='one' is already registered" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-i"], input=code, cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert "registered" not in done.stderr
