@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.redact import redacted_text
+from rl4llm.runtime.terminal import notebook_shell
 
 MAX_CHARS = 500  # of an error's text
 logger = logging.getLogger("rl4llm.raised")
@@ -44,7 +45,7 @@ def kind_and_line(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Return ``file:line`` of the innermost frame of the user's code.
+    """Return ``file:line`` of the innermost frame of the user's code, and ``In[5]:line`` for a cell of a notebook.
 
     Without such a frame, return the innermost of all, or nothing for an error that this library raised on purpose.
     """
@@ -59,4 +60,11 @@ def _line(error: BaseException) -> str:
         return ""
     path, line = next(reversed(users or frames), ("", 0))
     directory = os.path.join(os.getcwd(), "")
-    return f"{path.removeprefix(directory)}:{line}" if path else ""
+    return f"{_cell(path) or path.removeprefix(directory)}:{line}" if path else ""
+
+
+def _cell(path: str) -> str:
+    """Return the label of the notebook's cell whose code has this path, which is temporary; "" for other paths."""
+    shell = notebook_shell()
+    label = shell.compile.format_code_name(path) if shell is not None else None
+    return label[1] if label else ""

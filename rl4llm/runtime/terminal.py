@@ -55,6 +55,13 @@ class Terminal(Console):
             yield Segment(text if control else visible(text), style, control)
 
 
+def notebook_shell() -> Any:
+    """Return the shell of the notebook's kernel that runs this process, or None; IPython is not imported for it."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
 def protect_terminal() -> None:
     """Apply `visible` to what Python itself prints in this process: log lines, warnings and tracebacks."""
     if logging.lastResort:
