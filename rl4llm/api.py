@@ -17,7 +17,8 @@ from rl4llm.compose import Given, build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, RewardTransform
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.registry import elsewhere, import_name
+from rl4llm.core.registry import elsewhere, from_extension, import_name
+from rl4llm.tracking.history import History
 
 
 class PolicyTrainer:
@@ -83,6 +84,10 @@ class PolicyTrainer:
         self.config = load_config(config, _named(keys))
         self.trainer = build_trainer(self.config, given)
 
+    def __repr__(self) -> str:
+        where, step = str(self.trainer.run.path), self.trainer.step
+        return f"{type(self).__name__}({where!r}, step {step} of {self.config.max_steps})"
+
     def train(self) -> Self:
         """Train until `max_steps`, or resume the run in `output.dir`."""
         if self._trained:
@@ -98,6 +103,15 @@ class PolicyTrainer:
     def model(self) -> Any:
         """Return the policy with its current weights."""
         return self.trainer.backend.model
+
+    @property
+    def history(self) -> History:
+        """Return the metrics of the run so far, as a table with a row per step."""
+        return History.of(self.trainer.run)
+
+    def view(self, episodes: int = 50) -> Any:
+        """Return the page of the run with some of its episodes; a notebook shows it below the cell."""
+        return from_extension("notebook_page", "trainer.view()")(self.trainer.run.path, episodes)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face directory."""

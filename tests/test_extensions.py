@@ -71,6 +71,7 @@ def test_the_library_asks_for_the_parts_that_are_provided():
     asking = [*LIBRARY, *(PACKAGE / "extensions").rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in asking)
     asked = set(re.findall(r"""from_extension\(\s*["'](\w+)["']""", text))
+    asked |= set(re.findall(r"""provided\(PARTS\)\.get\("(\w+)"\)""", text))
     asked |= {f"answer_{kind}" for kind in re.findall(r"""elsewhere\("(\w+)",""", text)}
     assert asked == {part for manifest in manifests().values() for part in manifest.get(PARTS, ())}
 

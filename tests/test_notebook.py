@@ -3,11 +3,13 @@
 import re
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 README = Path(__file__).parent.parent / "README.md"
 CELL_S = 300.0
+SVG = "{http://www.w3.org/2000/svg}"
 KEYS = 'rollout={{"prompts": 2, "group_size": 2, "max_tokens": 4}}, output={{"dir": "{0}"}}'
 CELLS = '''
 from rl4llm import BaseMDPEnv, ChatMessage
@@ -41,14 +43,21 @@ class Kernel:
         self._manager, self._client = manager, client
 
     def run(self, code, interrupt_at=None):
-        """Return what a cell printed; interrupt it once when it prints `interrupt_at`."""
+        """Return what a cell printed or displayed, as text; interrupt it once when that contains `interrupt_at`.
+
+        `shown` has the type and content of the messages that displayed something.
+        """
+        self.shown = []
         cell, said, end = self._client.execute(code), "", time.monotonic() + CELL_S
         while True:
             message = self._client.get_iopub_msg(timeout=max(0.0, end - time.monotonic()))
             if message["parent_header"].get("msg_id") != cell:
                 continue
             content = message["content"]
+            if "data" in content:
+                self.shown.append((message["msg_type"], content))
             said += content.get("text", "") + "\n".join(content.get("traceback", ()))
+            said += content.get("data", {}).get("text/plain", "")
             if interrupt_at and interrupt_at in said:
                 interrupt_at = None
                 self._manager.interrupt_kernel()
@@ -88,9 +97,101 @@ def test_what_cells_define_trains(kernel, env, where):
     assert "steps 2" in said, said
 
 
+def points(content):
+    """Return how many points each line of a displayed picture has."""
+    picture = ElementTree.fromstring(content["data"]["image/svg+xml"])
+    return [len(line.get("points").split()) for line in picture.iter(f"{SVG}polyline")]
+
+
+def test_a_run_is_one_picture_that_grows(kernel):
+    kernel.run("from rl4llm.extensions.view import notebook\nnotebook.REFRESH_S = 0.02")
+    said = kernel.run(f"done = await train(max_steps=25, {KEYS.format('grows')})")
+    kernel_shown = kernel.shown
+    kernel.run("notebook.REFRESH_S = 1.0")
+    assert [kind for kind, _ in kernel_shown] == ["display_data"] + ["update_display_data"] * (
+        len(kernel_shown) - 1
+    )
+    assert len({content["transient"]["display_id"] for _, content in kernel_shown}) == 1
+    assert "phase:" not in said and "prompts per rollout" not in said
+    drawn = [points(content)[0] if points(content) else 0 for _, content in kernel_shown]
+    assert drawn == sorted(drawn) and drawn[0] == 0 and len(set(drawn)) > 3
+    last = kernel_shown[-1][1]["data"]["image/svg+xml"]
+    assert points(kernel_shown[-1][1]) == [25, 25] and len(last) < 6000
+    assert "step 25/25 \u00b7 finished" in "".join(ElementTree.fromstring(last).itertext())
+
+
+def test_a_resumed_run_begins_with_its_earlier_curve(kernel):
+    began = time.monotonic()
+    kernel.run(f"done = await train(max_steps=27, {KEYS.format('grows')})")
+    assert points(kernel.shown[0][1]) == [25, 25] and points(kernel.shown[-1][1]) == [27, 27]
+    assert (
+        2 <= len(kernel.shown) < time.monotonic() - began + 3
+    )  # one picture a second, the first and the last
+
+
+def test_plain_output_in_a_notebook_has_lines(kernel):
+    keys = KEYS.format("plain").replace('{"dir"', '{"console": "plain", "dir"')
+    said = kernel.run(f"done = await train(max_steps=2, {keys})")
+    assert "phase: rollout" in said and "step 2/2" in said and not kernel.shown
+
+
+def test_a_finished_run_is_a_table_and_a_page(kernel):
+    kernel.run(
+        "trainer = GRPOTrainer(model=MODEL, dataset=rows, reward_functions=[Short('short')], max_steps=12, "
+        f"{KEYS.format('table')}).train()"
+    )
+    table = kernel.run("trainer.history")
+    ((kind, content),) = kernel.shown
+    assert kind == "execute_result" and content["data"]["text/html"].count("<tr>") == 1 + 3 + 1 + 5
+    assert "12 rows" in table and len(table.splitlines()) == 11 and "reward/mean" in table
+    frame = "import pandas\nframe = pandas.DataFrame(trainer.history)\n"
+    said = kernel.run(f"{frame}print(list(frame.step) == list(range(1, 13)), 'grad_norm' in frame)")
+    assert said.strip() == "True True"
+    assert "rl4llm view table" in kernel.run("trainer.view()")
+    page = kernel.shown[0][1]["data"]["text/html"]
+    assert (
+        page.startswith('<iframe sandbox="allow-scripts" srcdoc="&lt;!doctype html') and "</" not in page[:-9]
+    )
+
+
+CELL_TWICE = """
+@register_reward("redefined")
+class Redefined(BaseRewardFunction):
+    def __init__(self, name="redefined"):
+        super().__init__(name)
+    def __call__(self, messages, ground_truth, **kwargs):
+        return {value}
+"""
+
+
+def test_a_cell_that_registers_a_name_can_run_again(kernel):
+    kernel.run("from rl4llm import register_reward")
+    for value in (1.0, 2.0):
+        assert not kernel.run(CELL_TWICE.format(value=value))
+    keys = KEYS.format("twice")
+    said = kernel.run(
+        f"trainer = GRPOTrainer(model=MODEL, dataset=rows, reward_functions=['redefined'], max_steps=1, {keys})\n"
+        "print(trainer.train().history[0]['reward/mean'])"
+    )
+    assert said.strip().endswith("2.0"), said
+    assert "already registered" in kernel.run(
+        CELL_TWICE.format(value=3.0).replace("class Redefined", "class Other")
+    )
+
+
+def test_an_error_of_a_cell_names_the_cell(kernel):
+    kernel.run("def broken(completions, **columns):\n    return {}['nothing']")
+    number = int(kernel.run("print(len(In) - 2)"))
+    keys = KEYS.format("broken")
+    said = kernel.run(
+        f"GRPOTrainer(model=MODEL, dataset=rows, reward_functions=[broken], max_steps=1, {keys}).train()"
+    )
+    assert f"raised KeyError: 'nothing' (In[{number}]:2)" in said, said
+
+
 def test_an_interrupted_cell_leaves_a_run_that_resumes(kernel):
     said = kernel.run(
-        f"done = await train(max_steps=10_000, {KEYS.format('long')})\nprint('steps', done)", "step 1/"
+        f"done = await train(max_steps=10_000, {KEYS.format('long')})\nprint('steps', done)", "reward "
     )
     assert "SIGINT: finishing step" in said and 0 < int(said.rpartition("steps ")[2]) < 10_000, said
     said = kernel.run(f"print('steps', await train(max_steps=done + 1, {KEYS.format('long')}) - done)")

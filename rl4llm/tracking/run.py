@@ -6,14 +6,16 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.registry import load
+from rl4llm.core.registry import PARTS, load, provided
 from rl4llm.core.types import Group
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.ranks import Ranks
+from rl4llm.runtime.terminal import notebook_shell
 from rl4llm.tracking.alerts import Alerts
 from rl4llm.tracking.console import Console, Mode
 from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens, told
@@ -60,7 +62,9 @@ class RunTracker:
         self._ranks = ranks or Ranks()
         self._waiting = Waiting(run.path, self._ranks, self._say)
         mode = console if self._ranks.is_first else "quiet"
-        self.console = Console(total_steps, mode, title=str(run.path), waiting=self._waiting.lines)
+        self.console = _console(run, mode)(
+            total_steps, mode, title=str(run.path), waiting=self._waiting.lines
+        )
         self._said: set[str] = set()
         self._unsaid: list[str] = []
         self._resources = Resources()
@@ -294,6 +298,14 @@ class RunTracker:
             ):
                 self._trackers.picture(step, "learning_curve", run.curve_file)
                 self._drawn = step
+
+
+def _console(run: RunDir, mode: Mode) -> Callable[..., Console]:
+    """Return what makes the console: in a notebook one that shows a picture, if an extension provides it."""
+    if mode != "auto" or notebook_shell() is None:
+        return Console
+    part = provided(PARTS).get("notebook_console")
+    return partial(load(part), run) if part else Console
 
 
 def _summary(gathered: Sequence[Gathered]) -> dict[str, float]:

@@ -32,10 +32,16 @@ def export(runs: Sequence[ViewedRun], path: Path, episodes: int = 200) -> int:
         raise RunDirError(
             f"{str(path)!r} is a directory. Next: pass the name of a file, such as report.html."
         )
+    html, count = report(runs, episodes)
+    write_atomically(path, html)
+    return count
+
+
+def report(runs: Sequence[ViewedRun], episodes: int) -> tuple[str, int]:
+    """Return the page of these runs, with at most `episodes` of each, and how many it has."""
     abouts = described(runs)
     data = {"runs": [{"about": about, **_of(run, episodes)} for run, about in zip(runs, abouts, strict=True)]}
-    write_atomically(path, page(data))
-    return sum(len(run["rows"]) for run in data["runs"])
+    return page(data), sum(len(run["rows"]) for run in data["runs"])
 
 
 def page(data: dict[str, Any]) -> str:

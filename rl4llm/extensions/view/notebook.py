@@ -1,0 +1,144 @@
+"""A run in a notebook: a picture below the cell that grows while it trains, and its page."""
+
+from __future__ import annotations
+
+import contextvars
+import html
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rl4llm.core.errors import DataError
+from rl4llm.extensions.view.drawing import Curve, draw
+from rl4llm.extensions.view.export import report
+from rl4llm.extensions.view.run import find_runs
+from rl4llm.runs.run_dir import RunDir
+from rl4llm.tracking.console import LONG_S, Console, duration
+from rl4llm.tracking.tracker import read_jsonl
+
+REFRESH_S = 1.0
+PAGE_PIXELS = 720
+BETWEEN = " \N{MIDDLE DOT} "
+
+
+class NotebookConsole(Console):
+    """Shows a run as one picture, which is replaced at most once per `REFRESH_S`; the saved notebook keeps the last one.
+
+    It has the step, the numbers of the terminal's panel, and the curves of reward (or loss) and held-out success, also those
+    from before a resume. Warnings and notes appear as text.
+    """
+
+    def __init__(self, run: RunDir, *given: Any, **options: Any):
+        super().__init__(*given, **options)
+        self._run = run
+        self._handle: Any = None
+        self._shown = ""
+        self._reward: list[tuple[int, float]] = []
+        self._loss: list[tuple[int, float]] = []
+        self._success: list[tuple[int, float]] = []
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        # the kernel finds the cell of an output in the context of the thread
+        refresh = contextvars.copy_context().run
+        self._thread = threading.Thread(
+            target=refresh, args=(self._refresh,), name="rl4llm-notebook", daemon=True
+        )
+
+    def __enter__(self) -> NotebookConsole:
+        self._progress.start()
+        with suppress(OSError, DataError):  # the tracker has reported it; earlier points are missing
+            for row in read_jsonl(self._run.metrics_file):
+                self._take(row["step"], row)
+            for row in read_jsonl(self._run.eval_file):
+                self._take_success(row["step"], row)
+        self._progress.step = max((step for step, _ in (*self._reward, *self._loss)), default=0)
+        self._show()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        if self._handle is None:
+            return
+        self._thread.join()
+        progress = self._progress
+        progress.begin("finished" if progress.step >= progress.total_steps else "stopped")
+        self._show()
+
+    def phase(self, name: str) -> None:
+        self._progress.begin(name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._progress.take_step(step, metrics)
+        self._take(step, metrics)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._progress.take_evaluation(step, metrics)
+        self._take_success(step, metrics)
+
+    def table(self, rows: Sequence[Sequence[Any]], header: Sequence[str] = (), title: str = "") -> None:
+        """Show nothing: tables are for terminals and logs."""
+
+    def _take(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, points in (("reward/mean", self._reward), ("loss", self._loss)):
+            if metrics.get(name) is not None:
+                points.append((step, metrics[name]))
+
+    def _take_success(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if metrics.get("accuracy") is not None:
+            self._success.append((step, metrics["accuracy"]))
+
+    def _refresh(self) -> None:
+        while not self._ended.wait(REFRESH_S):
+            self._show()
+
+    def _show(self) -> None:
+        """Replace the picture if it changed."""
+        with self._lock:
+            lines = self._lines()
+            learned = (
+                Curve("reward", tuple(self._reward)) if self._reward else Curve("loss", tuple(self._loss))
+            )
+            curves = learned, Curve("held-out success", tuple(self._success), percent=True)
+            picture = draw(lines, curves, self._progress.total_steps)
+            if picture == self._shown:
+                return
+            self._shown = picture
+            bundle = {"image/svg+xml": picture, "text/plain": BETWEEN.join(lines)}
+            if self._handle is None:
+                from IPython.display import display  # noqa: PLC0415 - the kernel has it
+
+                self._handle = display(bundle, raw=True, display_id=True)
+            else:
+                self._handle.update(bundle, raw=True)
+
+    def _lines(self) -> list[str]:
+        """Return the lines above the curves: where the run is, its numbers, alerts, and who waits for whom."""
+        progress = self._progress
+        seconds, left = progress.phase_seconds, progress.seconds_left
+        over = self._ended.is_set()
+        doing = progress.phase + (f" {duration(seconds)}" if seconds >= LONG_S and not over else "")
+        times = duration(progress.seconds) + (f", {duration(left)} left" if left and not over else "")
+        first = BETWEEN.join([self._title, f"step {progress.step}/{progress.total_steps}", doing, times])
+        numbers = BETWEEN.join(f"{label} {text}" for label, text in progress.facts())
+        alerts = ", ".join(f"{name} since step {step}" for name, step in progress.alerts.items())
+        lines = [first, numbers, f"alert: {alerts}" if alerts else "", *self._waiting()]
+        return [line for line in lines if line]
+
+
+class NotebookPage:
+    """The page of a run as it is now, in a frame of the notebook; it needs neither a server nor a network."""
+
+    def __init__(self, run: Path, episodes: int):
+        self._run = run
+        self._page, _ = report(find_runs([str(run)]), episodes)
+
+    def __repr__(self) -> str:
+        return f"Next: `rl4llm view {self._run}` shows this run in a browser."
+
+    def _repr_html_(self) -> str:
+        """Return a frame without access to the notebook: what a model wrote is in it."""
+        style = f"width: 100%; height: {PAGE_PIXELS}px; border: 1px solid #ccc; border-radius: 6px"
+        return f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self._page)}" style="{style}"></iframe>'
