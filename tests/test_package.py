@@ -37,7 +37,7 @@ LAYERS = {  # a file may import from lower layers; above 0, folders of the same 
 }
 HEAVY = {
     "deepspeed", "sglang", "vllm", "wandb", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium",
-    "openenv",
+    "openenv", "opentelemetry", "prometheus_client", "IPython",
 }  # fmt: skip
 
 

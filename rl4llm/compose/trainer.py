@@ -397,4 +397,5 @@ def warn(tracker: RunTracker, config: Config, texts: Sequence[str]) -> None:
 
 
 def _trackers(config: Config) -> list[str]:
-    return [name for name in ("tensorboard", "wandb") if getattr(config.tracking, name)]
+    names = ("tensorboard", "wandb", "opentelemetry", "prometheus")
+    return [name for name in names if getattr(config.tracking, name)]

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from rl4llm.tracking.tracker import Phase
+
 GB = 1e9
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -24,6 +26,7 @@ class PhaseClock:
         with clock("rollout"):
             ...
         clock.lap()     # {"time/rollout": 1.52, "memory/rollout": 0.83}, and starts again from zero
+        clock.lapped    # (Phase("rollout", 1790000000.0, 1790000001.52),): when the phases of that lap ran
 
     Phases may nest: the inner one counts in both. `on_phase` receives the name of each phase when it begins. `peak` returns
     the peak memory, in GB, since its last call; without it no memory is measured.
@@ -37,6 +40,9 @@ class PhaseClock:
     ):
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
+        self._ended: list[Phase] = []
+        self.lapped: tuple[Phase, ...] = ()
+        self._epoch = time.time() - now()
         self._open: list[str] = []
         self._on_phase = on_phase
         self._now = now
@@ -57,12 +63,15 @@ class PhaseClock:
             self._look()
             self._open.remove(phase)
             if not inside_itself:
-                self._seconds[phase] = self._seconds.get(phase, 0.0) + self._now() - started
+                ended = self._now()
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - started
+                self._ended.append(Phase(phase, self._epoch + started, self._epoch + ended))
 
     def lap(self) -> dict[str, float]:
         """Return the seconds as "time/<phase>" and the peak GB as "memory/<phase>" since the last lap. An open phase counts
         in the lap in which it ends."""
         seconds, self._seconds = self._seconds, {}
+        self.lapped, self._ended = tuple(self._ended), []
         peaks = {phase: self._peaks.pop(phase) for phase in list(self._peaks) if phase not in self._open}
         return {f"time/{phase}": value for phase, value in seconds.items()} | {
             f"memory/{phase}": value for phase, value in peaks.items()

@@ -38,7 +38,7 @@ Gathered = tuple[int, list[list[Episode]], list[Failure]]
 
 class RunTracker:
     """Console, metrics, episodes, learning curve and resources of one run, in its directory, and `trackers` by name:
-    tensorboard and wandb, where it is a run of `project`.
+    tensorboard and services, where it is a run of `project`.
 
     `begin` opens the logs at a step and removes later rows of an earlier start, since the run repeats those steps. A failed
     write is reported once and never stops training.
@@ -138,6 +138,7 @@ class RunTracker:
         }
         self._step = step
         self._trackers.log(step, metrics)
+        self._trackers.phases(step, self.clock.lapped)
         self.console.step(step, metrics)
         found = self._alerts.take(step, metrics)
         self.console.alerts(self._alerts.open)
@@ -205,6 +206,8 @@ class RunTracker:
             stack.callback(self._say_what_is_left)
             stack.callback(self.console.__exit__)
             stack.callback(self._waiting.stop)
+            self.clock.lap()
+            self._trackers.phases(max(self._step, 0), self.clock.lapped)
             if self._ranks.is_first and self._step > self._drawn:
                 self._draw_curve(self._step)
             for trackers in (self._trackers, self._evals):

@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,27 @@ from rl4llm.runs.run_dir import write_atomically
 Row = Mapping[str, str | float]
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """When a phase ran, in seconds since 1970."""
+
+    name: str
+    start: float
+    end: float
+
+
 class Tracker(ABC):
     """Takes what a run logs, in the order of steps. Its methods may raise OSError, see `Tolerant`; none waits for a network.
 
-    By default a tracker ignores pictures and tables.
+    By default a tracker ignores phases, pictures and tables.
     """
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step; those of its evaluation, whose names begin with "eval/", come in a second call."""
+
+    def phases(self, step: int, phases: Sequence[Phase]) -> None:
+        """Record the phases that ended since the last call, after the metrics of the step were logged."""
 
     def picture(self, step: int, name: str, file: Path) -> None:
         """Store a PNG; it replaces an earlier one of this name."""
@@ -111,23 +124,19 @@ class JsonlTracker(Tracker):
 
 
 SERVICES: Registry[Callable[..., Tracker]] = Registry("tracking", group="rl4llm.trackers")
-"""Trackers that are services, by the name of their package, their key under `tracking` and their extra.
+"""Trackers that are services, by their key under `tracking`, which is also their extra.
 
-Each takes the run's directory, project, run id, configuration and `warn`.
+Each takes the run's directory, project, run id, configuration and `warn`. Its module imports its package.
 """
 
 
 def check_installed(names: Iterable[str]) -> None:
     """Raise ConfigError when a tracker, or the package that it needs, is not installed."""
     for name in names:
-        if name != "tensorboard":
-            SERVICES[name]
         try:
-            importlib.import_module(name)
+            SERVICES[name] if name != "tensorboard" else importlib.import_module(name)
         except ImportError as error:
-            raise ConfigError(
-                f"tracking.{name}=true: {error}. Next: pip install 'rl4llm[{name}]'."
-            ) from error
+            raise ConfigError(f"tracking.{name}: {error}. Next: pip install 'rl4llm[{name}]'.") from error
 
 
 class Tolerant:
@@ -163,6 +172,9 @@ class Trackers(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
+
+    def phases(self, step: int, phases: Sequence[Phase]) -> None:
+        self._each(lambda tracker: tracker.phases(step, phases))
 
     def picture(self, step: int, name: str, file: Path) -> None:
         self._each(lambda tracker: tracker.picture(step, name, file))

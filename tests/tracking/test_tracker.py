@@ -30,9 +30,18 @@ def test_only_failures_of_writing_are_tolerated():
 
 
 def test_a_tracker_without_its_package_is_refused_at_start(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"tracking\.wandb=true.*rl4llm\[wandb\]"):
-        check_installed(["tensorboard", "wandb"])
+    monkeypatch.setattr("rl4llm.tracking.tracker.SERVICES", Registry("tracking", group="rl4llm.trackers"))
+    for name, package in (
+        ("wandb", "wandb"),
+        ("opentelemetry", "opentelemetry.sdk"),
+        ("prometheus", "prometheus_client"),
+    ):
+        for module in [one for one in sys.modules if f"{one}.".startswith(f"{package}.")]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"rl4llm.extensions.trackers.{name}", raising=False)
+        with pytest.raises(ConfigError, match=rf"tracking\.{name}: .*rl4llm\[{name}\]"):
+            check_installed(["tensorboard", name])
 
 
 def test_a_tracker_that_nothing_provides_is_refused(monkeypatch):

@@ -1,1 +1,1 @@
-"""Services that display metrics, each enabled by its key under `tracking`: Weights & Biases."""
+"""Services that display metrics, each enabled by its key under `tracking`: W&B, OpenTelemetry, Prometheus."""

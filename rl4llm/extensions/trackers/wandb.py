@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import wandb
+
 from rl4llm.core.redact import redacted
 from rl4llm.tracking.tracker import Row, Tracker
 
@@ -28,9 +30,6 @@ class WandbTracker(Tracker):
         warn: Callable[[str], None],
         init_timeout_s: float = 30.0,
     ):
-        import wandb  # noqa: PLC0415 - an extra
-
-        self._wandb = wandb
         self._init_timeout_s = init_timeout_s
         directory.mkdir(parents=True, exist_ok=True)
         shown = {
@@ -40,11 +39,11 @@ class WandbTracker(Tracker):
         options = {"project": project, "id": run_id, "dir": str(directory), "resume": "allow", **shown}
         try:
             self._run = self._start(None, options)
-        except self._wandb.errors.Error as error:
+        except wandb.errors.Error as error:
             warn(
                 f"W&B cannot be reached ({type(error).__name__}: {error}); metrics are stored offline in {directory}/wandb."
             )
-            self._wandb.teardown()
+            wandb.teardown()
             self._run = self._start("offline", options)
 
     def __str__(self) -> str:
@@ -54,17 +53,18 @@ class WandbTracker(Tracker):
         self._guarded(lambda: self._run.log(dict(metrics), step=step))
 
     def picture(self, step: int, name: str, file: Path) -> None:
-        self._guarded(lambda: self._run.log({name: self._wandb.Image(str(file))}, step=step))
+        self._guarded(lambda: self._run.log({name: wandb.Image(str(file))}, step=step))
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
-        self._guarded(lambda: self._run.log({name: self._wandb.Table(**table)}, step=step))
+        columns: list[str | int] = list(rows[0])
+        data = [list(row.values()) for row in rows]
+        self._guarded(lambda: self._run.log({name: wandb.Table(columns=columns, data=data)}, step=step))
 
     def close(self) -> None:
         self._guarded(self._run.finish)
 
     def _start(self, mode: Literal["offline"] | None, options: dict[str, Any]) -> Any:
-        settings = self._wandb.Settings(
+        settings = wandb.Settings(
             init_timeout=self._init_timeout_s,
             finish_timeout=FINISH_SECONDS,
             console="off",
@@ -73,10 +73,10 @@ class WandbTracker(Tracker):
             disable_git=True,
             x_disable_meta=True,
         )
-        return self._wandb.init(mode=mode, settings=settings, **options)
+        return wandb.init(mode=mode, settings=settings, **options)
 
     def _guarded(self, call: Callable[[], Any]) -> None:
         try:
             call()
-        except self._wandb.errors.Error as error:
+        except wandb.errors.Error as error:
             raise OSError(f"{type(error).__name__}: {error}") from error

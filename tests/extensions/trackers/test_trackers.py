@@ -11,7 +11,6 @@ import pytest
 from matplotlib.image import imsave
 from numpy import zeros
 
-from rl4llm.extensions.trackers.wandb import WandbTracker
 from rl4llm.tracking.tensorboard import TensorBoardTracker, as_markdown
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -67,6 +66,8 @@ class Wandb(TensorBoard):
         warned = []
         while list((self.directory / "wandb").glob(f"offline-run-{time.strftime('%Y%m%d_%H%M%S')}-run1")):
             time.sleep(0.1)  # W&B names a directory by the second
+        from rl4llm.extensions.trackers.wandb import WandbTracker
+
         tracker = WandbTracker(self.directory, "project", "run1", CONFIG, warned.append)
         assert not warned  # it was asked to be offline
         return tracker
@@ -162,6 +163,8 @@ def test_wandb_without_a_server_logs_offline_and_hides_the_key(tmp_path, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    from rl4llm.extensions.trackers.wandb import WandbTracker
+
     warnings = []
     tracker = WandbTracker(tmp_path / "run", "project", "run1", CONFIG, warnings.append, init_timeout_s=2.0)
     tracker.log(1, {"reward/mean": 0.5})

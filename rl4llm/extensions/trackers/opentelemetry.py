@@ -1,0 +1,140 @@
+"""A span for each step, with one for each of its phases, for OpenTelemetry."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+from rl4llm.core.errors import unknown
+from rl4llm.tracking.tracker import Phase, Tracker
+
+EXPORTERS = "opentelemetry_traces_exporter"
+"""The entry points of the packages that send spans."""
+
+
+class OpenTelemetryTracker(Tracker):
+    """Sends a trace for each step: the span "step" with step, version, episodes and tokens, and in it the phases.
+
+    The evaluation and the checkpoint that follow a step belong to its trace. The variables OTEL_* of OpenTelemetry name the
+    service and the exporters: by default OTLP over HTTP to localhost:4318. If the program has a provider of traces, as under
+    `opentelemetry-instrument`, that one is used. Spans are sent from another thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        project: str,
+        run_id: str,
+        config: Mapping[str, Any],
+        warn: Callable[[str], None],
+    ):
+        self._run = {"rl4llm.run": directory.name, "rl4llm.run_id": run_id, "rl4llm.project": project}
+        self._exporters: list[_Exporter] = []
+        given = trace.get_tracer_provider()
+        self._own = None if isinstance(given, TracerProvider) else self._provider()
+        self._tracer = (self._own or given).get_tracer("rl4llm")
+        self._metrics: Mapping[str, float] = {}
+        self._last: trace.Span | None = None
+
+    def __str__(self) -> str:
+        return "OpenTelemetry"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if not any(name.startswith("eval/") for name in metrics):
+            self._metrics = metrics
+
+    def phases(self, step: int, phases: Sequence[Phase]) -> None:
+        """Send the spans of a step. What ran before it began belongs to the step before."""
+        whole = next((phase for phase in phases if phase.name == "step"), None)
+        before = [phase for phase in phases if whole is None or phase.start < whole.start]
+        self._send(before, self._last)
+        if whole is not None:
+            counted = {"episodes": "trajectories", "tokens": "update/tokens"}
+            numbers = {
+                name: self._metrics[metric] for name, metric in counted.items() if metric in self._metrics
+            }
+            facts = {f"rl4llm.{name}": int(value) for name, value in numbers.items()}
+            about = self._run | {"rl4llm.step": step, "rl4llm.version": step} | facts
+            self._last = self._tracer.start_span("step", trace.set_span_in_context(trace.INVALID_SPAN), attributes=about,
+                                                 start_time=_ns(whole.start))  # fmt: skip
+            self._send([phase for phase in phases if phase is not whole and phase not in before], self._last)
+            self._last.end(_ns(whole.end))
+        self._check()
+
+    def close(self) -> None:
+        if self._own is not None:
+            self._own.shutdown()
+        self._check()
+
+    def _send(self, phases: Sequence[Phase], parent: trace.Span | None) -> None:
+        within = trace.set_span_in_context(parent or trace.INVALID_SPAN)
+        for phase in phases:
+            span = self._tracer.start_span(
+                phase.name, within, attributes=self._run, start_time=_ns(phase.start)
+            )
+            span.end(_ns(phase.end))
+
+    def _provider(self) -> TracerProvider:
+        named = Resource({"service.name": "rl4llm"}).merge(OTELResourceDetector().detect())
+        provider = TracerProvider(resource=Resource.create().merge(named))
+        self._exporters = [_Exporter(exporter) for exporter in exporters()]
+        for exporter in self._exporters:
+            provider.add_span_processor(BatchSpanProcessor(exporter))
+        return provider
+
+    def _check(self) -> None:
+        """Raise OSError if spans could not be sent since the last call."""
+        for exporter in self._exporters:
+            lost, exporter.lost = exporter.lost, 0
+            if lost:
+                raise OSError(f"{lost} spans could not be sent; see OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+class _Exporter(SpanExporter):
+    """Counts the spans that an exporter could not send."""
+
+    def __init__(self, exporter: SpanExporter):
+        self._exporter = exporter
+        self.lost = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        self.lost += len(spans) * (result is not SpanExportResult.SUCCESS)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+
+def exporters() -> list[SpanExporter]:
+    """Return the exporters of OTEL_TRACES_EXPORTER, by default "otlp"; raise OSError for an unknown one."""
+    log = logging.getLogger("opentelemetry.exporter")
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.CRITICAL)  # it logs each failure, and the run reports the first
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL"
+    )
+    otlp = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+    asked = [name.strip() for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(",")]
+    known = {point.name: point for point in entry_points(group=EXPORTERS)}
+    names = [otlp if name == "otlp" else name for name in asked if name not in ("", "none")]
+    for name in names:
+        if name not in known:
+            raise OSError(unknown("OTEL_TRACES_EXPORTER", name, ["otlp", "none", *known]))
+    return [known[name].load()() for name in names]
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
