@@ -158,9 +158,11 @@ class CheckpointConfig:
 class TrackingConfig:
     tensorboard: bool = True
     wandb: bool = False  # WANDB_MODE=offline keeps it in files that `wandb sync` uploads
-    project: str = "rl4llm"  # of W&B and Prometheus
+    project: str = "rl4llm"  # of W&B, OpenTelemetry and Prometheus
     opentelemetry: bool = False  # spans of each step; OTEL_EXPORTER_OTLP_ENDPOINT and its like say where to
-    prometheus: Natural = 0  # port on 127.0.0.1 that serves the metrics; 0 serves none
+    prometheus: Annotated[int, Range(0, 65535)] = (
+        0  # port on 127.0.0.1 that serves the metrics; 0 serves none
+    )
     episodes_every: Natural = 1  # steps; 0 stores none
     episodes_per_step: Natural = 64
 

@@ -119,7 +119,7 @@ class _Exporter(SpanExporter):
 
 
 def exporters() -> list[SpanExporter]:
-    """Return the exporters of OTEL_TRACES_EXPORTER, by default "otlp"; raise OSError for an unknown one."""
+    """Return the exporters of OTEL_TRACES_EXPORTER, by default "otlp"; raise OSError for one that cannot be made."""
     log = logging.getLogger("opentelemetry.exporter")
     if log.level == logging.NOTSET:
         log.setLevel(logging.CRITICAL)  # it logs each failure, and the run reports the first
@@ -133,7 +133,10 @@ def exporters() -> list[SpanExporter]:
     for name in names:
         if name not in known:
             raise OSError(unknown("OTEL_TRACES_EXPORTER", name, ["otlp", "none", *known]))
-    return [known[name].load()() for name in names]
+    try:
+        return [known[name].load()() for name in names]
+    except (ImportError, ValueError) as error:  # a package is broken, or a variable is
+        raise OSError(f"{', '.join(names)}: {error}") from error
 
 
 def _ns(seconds: float) -> int:
