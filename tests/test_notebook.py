@@ -105,7 +105,11 @@ def points(content):
 
 def test_a_run_is_one_picture_that_grows(kernel):
     kernel.run("from rl4llm.extensions.view import notebook\nnotebook.REFRESH_S = 0.02")
-    said = kernel.run(f"done = await train(max_steps=25, {KEYS.format('grows')})")
+    kernel.run(
+        "trainer = GRPOTrainer(model=MODEL, dataset=rows, reward_functions=[Short('short')], max_steps=25, "
+        f"{KEYS.format('grows')})"
+    )
+    said = kernel.run("trainer.train();")  # not the cell that made it
     kernel_shown = kernel.shown
     kernel.run("notebook.REFRESH_S = 1.0")
     assert [kind for kind, _ in kernel_shown] == ["display_data"] + ["update_display_data"] * (
@@ -140,6 +144,7 @@ def test_a_finished_run_is_a_table_and_a_page(kernel):
         "trainer = GRPOTrainer(model=MODEL, dataset=rows, reward_functions=[Short('short')], max_steps=12, "
         f"{KEYS.format('table')}).train()"
     )
+    assert "GRPOTrainer('table', step 12 of 12)" in kernel.run("trainer")
     table = kernel.run("trainer.history")
     ((kind, content),) = kernel.shown
     assert kind == "execute_result" and content["data"]["text/html"].count("<tr>") == 1 + 3 + 1 + 5

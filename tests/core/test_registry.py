@@ -121,7 +121,7 @@ def test_a_broken_package_is_named_with_the_next_step(installed):
 
 def test_a_file_that_registers_a_name_twice_is_refused(tmp_path):
     """Only a cell, which has no file, may define what it registers again."""
-    defined = "@names.register('one')\nclass One: ...\n"
+    defined = "@names.register('one')\nclass One: ...\n\n"
     code = f"from rl4llm.core.registry import Registry\nnames = Registry('names')\n{defined}{defined}"
     (tmp_path / "twice.py").write_text(code)
     done = subprocess.run(
@@ -131,4 +131,4 @@ def test_a_file_that_registers_a_name_twice_is_refused(tmp_path):
     done = subprocess.run(
         [sys.executable, "-i"], input=code, cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
-    assert "registered" not in done.stderr
+    assert "Error" not in done.stderr and ">>>" in done.stderr

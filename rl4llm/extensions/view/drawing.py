@@ -13,7 +13,7 @@ from rl4llm.tracking.curve import BLUE, GREY, INK, ORANGE, smooth
 WIDTH, LINE, PANEL, LABELS, GAP = 720, 22, 150, 52, 18  # pixels; LABELS is the room left of a panel
 MOST_POINTS = 300  # that are drawn of a curve
 SMOOTHED_FROM = 8  # points
-LONGEST = 110  # characters of a line of text
+LONGEST = 92  # characters of a line of text
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def draw(lines: Sequence[str], curves: Sequence[Curve], total_steps: int) -> str
     top = LINE * len(lines) + 12
     height = top + (PANEL + 2 * LINE if shown else 0)
     parts = [
-        _text(12, LINE * (number + 1), line[:LONGEST], weight="bold" if number == 0 else "normal", size=14)
+        _text(12, LINE * (number + 1), _cut(line), weight="bold" if number == 0 else "normal", size=14)
         for number, line in enumerate(lines)
     ]
     width = (WIDTH - GAP) / max(1, len(shown)) - LABELS
@@ -76,6 +76,10 @@ def _panel(curve: Curve, color: str, place: tuple[float, float, float], total_st
         parts.append(_line([at(*point) for point in few], color, 1, opacity=0.35))
         parts.append(_line([at(*point) for point in _thinned(calm)], color, 2.2))
     return parts
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

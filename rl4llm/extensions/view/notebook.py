@@ -39,12 +39,7 @@ class NotebookConsole(Console):
         self._loss: list[tuple[int, float]] = []
         self._success: list[tuple[int, float]] = []
         self._ended = threading.Event()
-        self._lock = threading.Lock()
-        # the kernel finds the cell of an output in the context of the thread
-        refresh = contextvars.copy_context().run
-        self._thread = threading.Thread(
-            target=refresh, args=(self._refresh,), name="rl4llm-notebook", daemon=True
-        )
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> NotebookConsole:
         self._progress.start()
@@ -55,13 +50,15 @@ class NotebookConsole(Console):
                 self._take_success(row["step"], row)
         self._progress.step = max((step for step, _ in (*self._reward, *self._loss)), default=0)
         self._show()
+        cell = contextvars.copy_context()  # the kernel finds there which cell an output belongs to
+        self._thread = threading.Thread(target=cell.run, args=(self._refresh,), daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        if self._handle is None:
+        if self._thread is None:
             return
+        self._ended.set()
         self._thread.join()
         progress = self._progress
         progress.begin("finished" if progress.step >= progress.total_steps else "stopped")
@@ -95,24 +92,21 @@ class NotebookConsole(Console):
             self._show()
 
     def _show(self) -> None:
-        """Replace the picture if it changed."""
-        with self._lock:
-            lines = self._lines()
-            learned = (
-                Curve("reward", tuple(self._reward)) if self._reward else Curve("loss", tuple(self._loss))
-            )
-            curves = learned, Curve("held-out success", tuple(self._success), percent=True)
-            picture = draw(lines, curves, self._progress.total_steps)
-            if picture == self._shown:
-                return
-            self._shown = picture
-            bundle = {"image/svg+xml": picture, "text/plain": BETWEEN.join(lines)}
-            if self._handle is None:
-                from IPython.display import display  # noqa: PLC0415 - the kernel has it
+        """Replace the picture if it changed; one thread at a time calls it."""
+        lines = self._lines()
+        learned = Curve("reward", tuple(self._reward)) if self._reward else Curve("loss", tuple(self._loss))
+        success = Curve("held-out success", tuple(self._success), percent=True)
+        picture = draw(lines, [learned, success], self._progress.total_steps)
+        if picture == self._shown:
+            return
+        self._shown = picture
+        bundle = {"image/svg+xml": picture, "text/plain": BETWEEN.join(lines)}
+        if self._handle is None:
+            from IPython.display import display  # noqa: PLC0415 - the kernel has it
 
-                self._handle = display(bundle, raw=True, display_id=True)
-            else:
-                self._handle.update(bundle, raw=True)
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
 
     def _lines(self) -> list[str]:
         """Return the lines above the curves: where the run is, its numbers, alerts, and who waits for whom."""
@@ -121,7 +115,9 @@ class NotebookConsole(Console):
         over = self._ended.is_set()
         doing = progress.phase + (f" {duration(seconds)}" if seconds >= LONG_S and not over else "")
         times = duration(progress.seconds) + (f", {duration(left)} left" if left and not over else "")
-        first = BETWEEN.join([self._title, f"step {progress.step}/{progress.total_steps}", doing, times])
+        first = BETWEEN.join(
+            [self._run.path.resolve().name, f"step {progress.step}/{progress.total_steps}", doing, times]
+        )
         numbers = BETWEEN.join(f"{label} {text}" for label, text in progress.facts())
         alerts = ", ".join(f"{name} since step {step}" for name, step in progress.alerts.items())
         lines = [first, numbers, f"alert: {alerts}" if alerts else "", *self._waiting()]
