@@ -104,14 +104,16 @@ def points(content):
 
 
 def test_a_run_is_one_picture_that_grows(kernel):
-    kernel.run("from rl4llm.extensions.view import notebook\nnotebook.REFRESH_S = 0.02")
+    kernel.run(
+        "from rl4llm.extensions.view import notebook\nusual, notebook.REFRESH_S = notebook.REFRESH_S, 0.02"
+    )
     kernel.run(
         "trainer = GRPOTrainer(model=MODEL, dataset=rows, reward_functions=[Short('short')], max_steps=25, "
         f"{KEYS.format('grows')})"
     )
     said = kernel.run("trainer.train();")  # not the cell that made it
     kernel_shown = kernel.shown
-    kernel.run("notebook.REFRESH_S = 1.0")
+    kernel.run("notebook.REFRESH_S = usual")
     assert [kind for kind, _ in kernel_shown] == ["display_data"] + ["update_display_data"] * (
         len(kernel_shown) - 1
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import html
 import threading
 from collections.abc import Mapping, Sequence
@@ -50,8 +49,7 @@ class NotebookConsole(Console):
                 self._take_success(row["step"], row)
         self._progress.step = max((step for step, _ in (*self._reward, *self._loss)), default=0)
         self._show()
-        cell = contextvars.copy_context()  # the kernel finds there which cell an output belongs to
-        self._thread = threading.Thread(target=cell.run, args=(self._refresh,), daemon=True)
+        self._thread = threading.Thread(target=self._refresh, daemon=True)
         self._thread.start()
         return self
 
