@@ -13,6 +13,7 @@ from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import ConfigError, EnvError, unknown
 from rl4llm.core.schema import accepted_options, takes_any
 from rl4llm.core.types import ChatMessage
+from rl4llm.extensions.adapters.gymnasium_rules import in_words, rules_of
 from rl4llm.extensions.adapters.step_rewards import note_reward
 from rl4llm.runtime.seeds import derive_seed
 
@@ -41,8 +42,7 @@ def gymnasium_prompts(
     env = _make(task, task_options)
     try:
         names = _action_names(task, env, actions)
-        known = f" Actions: {', '.join(names)}." if names else ""
-        system = f"Each of your turns is one action.{known}" if instructions is None else instructions
+        system = _instructions(env, names, bool(actions)) if instructions is None else instructions
         rows = [
             {
                 "prompt_id": f"{task}-{split}-{number}",
@@ -72,7 +72,8 @@ class GymnasiumEnv(BaseMDPEnv):
         task: its id, or ``module:id`` if a module registers it.
         task_options: options of ``gymnasium.make``.
         actions: names of a finite set of actions, in their order; by default numbers.
-        instructions: the system message; by default it lists the actions, "" leaves it out.
+        instructions: the system message; by default the rules, from ``metadata["rules"]`` or the environment's docstring,
+            and the actions. "" leaves it out.
         task_seed: seed of the episodes of both splits.
     """
 
@@ -92,7 +93,7 @@ class GymnasiumEnv(BaseMDPEnv):
             accepted = (
                 f"names no action. Actions: {', '.join(names)}"
                 if names
-                else f"is no action: {env.action_space}"
+                else f"is not an action. An action is {in_words(env.action_space)}"
             )
             return [ChatMessage("user", f"That {accepted}.")]
         observation, reward, terminated, truncated, _ = env.step(action)
@@ -144,6 +145,12 @@ def _check_options(gymnasium: Any, made: Any, options: Mapping[str, Any]) -> Non
     for name in options:
         if name not in accepted and not takes_any(made):
             raise ConfigError(unknown("env.task_options: the option", name, accepted))
+
+
+def _instructions(env: Any, names: Sequence[str], named: bool) -> str:
+    rules = rules_of(env, named=named, shown=env.render_mode == "ansi")
+    actions = f"Actions: {', '.join(names)}" if names else f"An action is {in_words(env.action_space)}"
+    return f"{rules}\n\nEach of your turns is one action. {actions}.".lstrip()
 
 
 def _import() -> Any:
