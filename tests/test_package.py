@@ -36,7 +36,7 @@ LAYERS = {  # a file may import from lower layers; above 0, folders of the same 
     "trainers": 3,
 }
 HEAVY = {
-    "deepspeed", "sglang", "vllm", "wandb", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium",
+    "deepspeed", "sglang", "vllm", "wandb", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium", "textarena",
     "openenv", "opentelemetry", "prometheus_client", "IPython",
 }  # fmt: skip
 

@@ -48,6 +48,7 @@ class RolesEnv(BaseMDPEnv):
     """
 
     roles: tuple[str, ...] = ("agent", "user")
+    least_roles = 2  # one role may play with what `hears` returns
     continue_truncated = True
     instructions: Mapping[str, str] = {}
     instruction: str | None = None  # of roles that `instructions` leaves out
@@ -75,7 +76,7 @@ class RolesEnv(BaseMDPEnv):
         self.opponents = {role: _as_opponent(role, item) for role, item in given.items()}
         self._rollouts = 0  # that play now, and share the connections of opponents
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
-        if len(self.roles) < 2:
+        if len(self.roles) < self.least_roles:
             raise ConfigError(f"env.roles={list(self.roles)} is not accepted. Accepted: two roles or more.")
         for role in self.instructions:
             if role not in self.roles:
