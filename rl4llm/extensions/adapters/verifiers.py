@@ -3,7 +3,8 @@
     rl4llm train configs/verifiers_grpo.yaml env.python=../verifiers/bin/python env.task=my_tasks
 
 The library's dependencies conflict with the trainer's, so it is installed separately: `env.python` is the Python of
-that environment. It needs verifiers 0.4 and nothing of rl4llm.
+that environment. It needs nothing of rl4llm, and verifiers 0.4 for a module with a `Taskset`, or 0.1.14 to 0.3 for one
+with `load_environment`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RUNNER = Path(__file__).resolve().with_name("_verifiers.py")
 COLUMN = "verifiers"
 DEFAULT_LIMIT = 1024
 AGENT_ENV: Any = from_extension("agent_env", "env.name='verifiers'")
-LIST_TIMEOUT_S = 300.0  # tasks may have to be downloaded
+RUN_TIMEOUT_S = 300.0  # tasks may have to be downloaded
 
 
 def verifiers_prompts(
@@ -43,7 +44,9 @@ def verifiers_prompts(
         raise ConfigError(
             f"data.limit={limit} is not accepted. Accepted: at least 1, or null for {DEFAULT_LIMIT}."
         )
-    rows = _listed(_command("list", task, python, options, 1), {"split": split, "limit": limit})
+    rows = _result(
+        _command("list", task, python, options, 1), {"split": split, "limit": limit}, "list the tasks"
+    )
     if not rows:
         way = (
             "eval.every=0 trains without a held-out set"
@@ -59,7 +62,7 @@ def verifiers_prompts(
             "prompt_id": f"{task}-{row['number']}",
             "messages": row["messages"],
             "ground_truth": None,
-            COLUMN: {"number": row["number"], "hash": row["hash"]},
+            COLUMN: {name: value for name, value in row.items() if name != "messages"},
         }
         for row in rows
     ]
@@ -71,12 +74,14 @@ class VerifiersEnv(AGENT_ENV):
     The reward `verifiers` is the reward of verifiers; its parts and metrics are logged as `env/<name>`. An episode that
     verifiers does not score, for example because a tool broke, fails (`agent/crashed`). One that hit a limit is scored
     as far as it got. For a set of tasks without a harness, verifiers' plain chat loop is used with the tasks' tools.
+    Rewards of whole groups, which verifiers had before 0.4, are computed when all episodes of a prompt have ended.
     Loading verifiers takes seconds of one core per episode: set `env.processes` to the number of cores.
 
     Args:
-        task: the verifiers name of the set of tasks, a module with a `Taskset` in its `__all__`.
+        task: the verifiers name of the set of tasks, a module with a `Taskset` in its `__all__` or `load_environment`.
         python: the interpreter of the environment with verifiers.
-        options: further configuration of verifiers' environment, such as ``{"taskset": {...}, "agent": {...}}``.
+        options: further configuration of verifiers' environment, such as ``{"taskset": {...}, "agent": {...}}``, or the
+            arguments of `load_environment`. Its judges need an own URL and key: `env.env` sets variables for them.
         max_steps: maximum number of turns of an episode.
     """
 
@@ -92,6 +97,7 @@ class VerifiersEnv(AGENT_ENV):
         max_steps: int = 32,
         **kwargs: Any,
     ):
+        self._score_command = _command("score", task, python, options, max_steps)
         command = _command("play", task, python, options, max_steps)
         super().__init__(*args, command=command, max_steps=max_steps, **kwargs)
 
@@ -103,13 +109,8 @@ class VerifiersEnv(AGENT_ENV):
                 crash=None if verdict else f"it returned no reward: {outcome.output!r:.200}"
             )
         super()._conclude(sample, session, outcome)
-        sample.extras[COLUMN] = verdict
         if verdict is not None:
-            sample.extras["metrics"] = {
-                **verdict["metrics"],
-                **verdict["rewards"],
-                **sample.extras["metrics"],
-            }
+            _note(sample, verdict, self._score_command)
 
 
 class VerifiersReward(BaseRewardFunction):
@@ -125,11 +126,42 @@ class VerifiersReward(BaseRewardFunction):
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure for a sample that verifiers did not score."""
-        verdicts = [sample.extras.get(COLUMN) for sample in samples]
+        _score_groups([sample for sample in samples if "group" in sample.extras.get(COLUMN, {})])
+        verdicts = [sample.extras.get(COLUMN, {}) for sample in samples]
         return [
-            verdict["reward"] if verdict else RewardFailure("verifiers gave no reward")
+            verdict["reward"]
+            if "reward" in verdict
+            else RewardFailure(verdict.get("failed", "verifiers gave no reward"))
             for verdict in verdicts
         ]
+
+
+def _note(sample: SampleState, verdict: Mapping[str, Any], score_command: Sequence[str]) -> None:
+    sample.extras[COLUMN] = dict(verdict)
+    if "group" in verdict:
+        sample.extras[COLUMN]["command"] = list(score_command)
+    if "reward" not in verdict:
+        return
+    parts = {**verdict["metrics"], **verdict["rewards"]}
+    sample.extras["metrics"] = {**parts, **sample.extras["metrics"]}
+
+
+def _score_groups(samples: Sequence[SampleState]) -> None:
+    """Let verifiers score the episodes of each prompt together, and note the rewards or why there are none."""
+    if not samples:
+        return
+    groups: dict[str, list[SampleState]] = {}
+    for sample in samples:
+        groups.setdefault(sample.session.rpartition("/")[0], []).append(sample)
+    command = samples[0].extras[COLUMN]["command"]
+    states = [[sample.extras[COLUMN]["group"] for sample in group] for group in groups.values()]
+    try:
+        scores = _result(command, {"groups": states}, "score the groups")
+    except ConfigError as error:
+        scores = [[{"failed": str(error)}] * len(group) for group in groups.values()]
+    for group, verdicts in zip(groups.values(), scores, strict=True):
+        for sample, verdict in zip(group, verdicts, strict=True):
+            _note(sample, verdict, command)
 
 
 def _command(
@@ -147,22 +179,24 @@ def _command(
     return [str(python), "-P", str(RUNNER), verb, json.dumps(chosen)]
 
 
-def _listed(command: Sequence[str], what: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _result(command: Sequence[str], what: Mapping[str, Any], aim: str) -> Any:
+    """Return what the runner prints. Raises ConfigError if it cannot."""
     where = f"env.python={command[0]!r}"
     try:
         done = subprocess.run(
-            command, input=json.dumps(what), capture_output=True, text=True, timeout=LIST_TIMEOUT_S
+            command, input=json.dumps(what), capture_output=True, text=True, timeout=RUN_TIMEOUT_S
         )
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{where}: listing the tasks took more than {LIST_TIMEOUT_S:g} s.") from error
+        raise ConfigError(f"{where} took more than {RUN_TIMEOUT_S:g} s to {aim}.") from error
     except OSError as error:
         raise ConfigError(
             f"{where} cannot be started: {error}. Next step: python -m venv ../verifiers && ../verifiers/bin/pip install "
-            "'verifiers>=0.4', and env.python=../verifiers/bin/python."
+            "'verifiers>=0.4', and env.python=../verifiers/bin/python. A module with `load_environment` needs "
+            "'verifiers>=0.1.14,<0.4'."
         ) from error
     if done.returncode:
         raise ConfigError(
-            f"{where} could not list tasks: {done.stderr.strip()[-2000:] or f'exit code {done.returncode}'}"
+            f"{where} could not {aim}: {done.stderr.strip()[-2000:] or f'exit code {done.returncode}'}"
         )
     return json.loads(done.stdout)
 
@@ -171,6 +205,6 @@ def _verdict(output: str) -> dict[str, Any] | None:
     """Return the runner's output as a verdict, or None if it is not one."""
     try:
         verdict = json.loads(output)
-        return verdict if math.isfinite(verdict["reward"]) else None
+        return verdict if "group" in verdict or math.isfinite(verdict["reward"]) else None
     except (ValueError, TypeError, KeyError):
         return None

@@ -1,0 +1,139 @@
+"""Environments of verifiers 0.4 (`verifiers.v1`): a module with a `Taskset`; `_verifiers.py` loads this file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+try:
+    from verifiers.v1.clients import ModelContext
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.configs.client import EvalClientConfig
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.null import NullHarness
+    from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE, launch_chat_program
+    from verifiers.v1.utils.loaders import (
+        default_harness_id,
+        env_config_type,
+        load_environment,
+        resolve_env_config,
+    )
+except ImportError as error:
+    sys.exit(
+        f"{sys.executable} has no verifiers with the interface of 0.4 (verifiers.v1): {error}. It finds no module of this "
+        "name with `load_environment`, which an older verifiers would play."
+    )
+
+__all__ = ["ChatHarness"]  # verifiers finds the harness by it
+HARNESS = "rl4llm_chat"
+TRIES = 20  # tasks of an endless set to look at for each task requested
+sys.modules[HARNESS] = sys.modules[__name__]
+
+
+class ChatHarness(NullHarness):
+    """verifiers' own chat loop with a task's tools, run by this interpreter without installing anything."""
+
+    async def setup(self, runtime: Any) -> None:
+        """Do nothing: NullHarness would install an interpreter for the loop."""
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+        tool_interception_url: str | None = None,
+    ) -> Any:
+        extra = [f"--tool-interception-url={tool_interception_url}"] if tool_interception_url else []
+        given = (
+            self.config,
+            ctx,
+            trace,
+            _Here(runtime),
+            endpoint,
+            secret,
+            mcp_urls,
+            *self.resolve_prompt(data),
+        )
+        return await launch_chat_program(CHAT_PROGRAM_SOURCE, *given, extra_args=extra)
+
+
+class _Here:
+    """A runtime that runs scripts with this interpreter."""
+
+    def __init__(self, runtime: Any):
+        self.write, self.run_program = runtime.write, runtime.run_program
+
+    async def prepare_uv_script(self, source: str, env: Any, *, activate: bool = True) -> list[str]:
+        await self.write("chat.py", source.encode())
+        return [sys.executable, "chat.py"]
+
+
+def environment(task: str, options: dict[str, Any], max_turns: int) -> Any:
+    """Return the environment with one agent, which runs as a subprocess unless the options set another runtime.
+
+    Raises ValueError if the environment has other agents than `agent`.
+    """
+    taskset = {"id": task, **options.get("taskset", {})}
+    roles = list(agent_config_fields(env_config_type(task, options.get("id", ""))()))
+    if roles != ["agent"]:
+        raise ValueError(
+            f"its agents are {', '.join(roles)}; one policy plays environments whose only agent is 'agent'"
+        )
+    agent = {"runtime": {"type": "subprocess"}, "max_turns": max_turns, **options.get("agent", {})}
+    if default_harness_id(task) == "bash":  # the set of tasks has no harness
+        agent.setdefault("harness", {"id": HARNESS})
+    return load_environment(resolve_env_config({**options, "taskset": taskset, "agent": agent}))
+
+
+def listed(env: Any, split: str, limit: int) -> Iterator[dict[str, Any]]:
+    """Yield the tasks in their order, of an endless set only as many as may be needed."""
+    tasks = env.taskset if env.taskset.bounded else itertools.islice(env.taskset, TRIES * limit)
+    for task in tasks:
+        yield {"messages": prompt_of(task.data), "number": task.data.idx, "hash": task.hash}
+
+
+def prompt_of(data: Any) -> list[dict[str, Any]]:
+    """Return a task's prompt as messages. Raises ValueError for a task without a prompt."""
+    if not data.prompt:
+        raise ValueError(
+            f"its task {data.idx} has no prompt: a user would open the conversation, but there is no user here"
+        )
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*system, {"role": "user", "content": data.prompt}]
+    return [*system, *(message_to_wire(message) for message in data.prompt)]
+
+
+async def played(env: Any, made: dict[str, Any]) -> dict[str, Any]:
+    """Play one rollout of a task against the endpoint in the environment variables; return the result of verifiers."""
+    number = made["number"]
+    task = next(itertools.islice(env.taskset, number, None), None)
+    if task is None or task.hash != made["hash"]:
+        raise ValueError(
+            f"its task {number} differs from when the tasks were listed: {task and task.data.prompt!r:.200}"
+        )
+    client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    async with env.serving():
+        episode = await env.run_slot(env.slots(task)[0], ModelContext(model="policy", client=client))
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok or len(episode.traces) != 1:
+        reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        raise RuntimeError(f"the rollout failed in verifiers: {reasons or f'{len(episode.traces)} traces'}")
+    trace = episode.traces[0]
+    rewards = {name: reward and reward.value for name, reward in trace.rewards.items()}
+    if not rewards or not all(reward is not None and math.isfinite(reward) for reward in rewards.values()):
+        raise RuntimeError(
+            f"verifiers returned no finite reward but {rewards}; stop condition: {trace.stop_condition!r}"
+        )
+    metrics = {
+        name: value for name, value in trace.metrics.items() if value is not None and math.isfinite(value)
+    }
+    return {"reward": trace.reward, "rewards": rewards, "metrics": metrics, "stop": trace.stop_condition}
