@@ -110,8 +110,8 @@ def test_a_game_that_does_not_end_rewards_nothing(play):
 def test_games_keep_their_random_numbers_apart(play):
     """Games draw from the random numbers of the process, which others draw from too."""
     said = {"": ["[red]"] * 6}
-    random.seed(5)
     alone = play(said, task="Bandit-v0", max_steps=6)[1].trajectories
+    random.seed(5)
     state = random.getstate()
     together = play(said, task="Bandit-v0", max_steps=6, size=4)[1].trajectories
     assert random.getstate() == state
