@@ -21,7 +21,7 @@ from rl4llm.data.read import read_rows
 from rl4llm.extensions.evaluate.command import examples
 from rl4llm.extensions.evaluate.play import collect
 from rl4llm.extensions.evaluate.scores import Problem
-from rl4llm.extensions.export.export import model_card
+from rl4llm.extensions.export.card import model_card
 from rl4llm.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from rl4llm.compose import build_trainer
 from rl4llm.config import as_written, load_config
 from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.redact import HIDDEN
-from rl4llm.extensions.export.export import model_card
+from rl4llm.extensions.export.card import model_card
 from rl4llm.extensions.launch.launchers import prepared
 from rl4llm.extensions.view.export import export
 from rl4llm.extensions.view.run import find_runs

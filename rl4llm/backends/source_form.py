@@ -54,7 +54,7 @@ class SourceForm:
         whole = whole_checkpoint(model)
         config = model.config if whole is None else whole.config
         for name, reader in ((CONFIG, type(config)), (GENERATION, GenerationConfig)):
-            source = _source(model.name_or_path, name)
+            source = source_file(model.name_or_path, name)
             if source is not None:
                 read = reader.from_pretrained(model.name_or_path, local_files_only=True)
                 self._files[name] = json.loads(source), json.loads(read.to_json_string())
@@ -89,7 +89,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """The source's files, and in them what differs from a tokenizer that was read from them just now."""
     own, path = _written(tokenizer), tokenizer.name_or_path
-    found = {name: _source(path, name) for name in TOKENIZER_FILES}
+    found = {name: source_file(path, name) for name in TOKENIZER_FILES}
     source = {name: content for name, content in found.items() if content is not None}
     if TOKENIZER_CONFIG not in source:
         return own
@@ -148,8 +148,8 @@ def _written(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in Path(directory).iterdir() if file.is_file()}
 
 
-def _source(path: str, name: str) -> bytes | None:
-    """A file of a model directory, or of a model on the hub that was read before."""
+def source_file(path: str, name: str) -> bytes | None:
+    """Return a file of a model directory, or of a model on the hub if it was downloaded before; None without one."""
     found = path and cached_file(
         path,
         name,

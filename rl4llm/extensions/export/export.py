@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-
-import rl4llm
 from rl4llm.backends.model_files import check_model_path
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.compose import build_algorithm, build_model
-from rl4llm.config import Config, as_written, by_part, load_config
+from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError, ModelError, RunDirError
-from rl4llm.core.redact import HIDDEN
+from rl4llm.extensions.export.card import write_card
 from rl4llm.runs.checkpoint import Checkpoint, latest_checkpoint, read_checkpoint
 from rl4llm.runs.run_dir import RunDir, replace_directory
-from rl4llm.tracking.tracker import read_jsonl
-
-DIRECTORY = re.compile(
-    r"""(?:^|(?<=[\s'"=]))[/~][^\s'"<>]*/"""
-)  # of a path that begins at the root, or at home
-TOLD = ("accuracy", "reward/mean", "loss", "completion_length/mean", "turns")  # of an evaluation
 
 
 def export(
@@ -57,8 +46,7 @@ def export(
     def write(directory: Path) -> None:
         save_tokenizer(tokenizer, directory)
         model.export(directory)
-        card = model_card(config, checkpoint.step, read_jsonl(run.eval_file))
-        (directory / "README.md").write_text(card, encoding="utf-8")
+        write_card(directory, config, checkpoint.step, run)
 
     replace_directory(target, write)
     return checkpoint
@@ -80,38 +68,6 @@ def _model_of(path: str, run: Path) -> str:
         ) from error
 
 
-def model_card(config: Config, step: int, evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Return the model card: how the model was trained, and its results on the held-out set."""
-    base, name = _shown(config.model.path), str(config.algorithm["name"])
-    learned_from = dict.fromkeys(_shown(part.data.path) for part in by_part(config).values())
-    head = ["---", "library_name: transformers", f"tags: [rl4llm, {name}]"]
-    head += [f"base_model: {base}"] if "/" in base else []
-    return "\n".join(
-        [
-            *head,
-            "---",
-            f"# {base}, trained with {name}",
-            "",
-            f"{step} steps of {name} on {', '.join(learned_from)}, by rl4llm {rl4llm.__version__}.",
-            "",
-            *_results([row for row in evaluations if row["step"] <= step]),
-            "```python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            'path = "."  # the directory of this file, or its name on the hub',
-            "model, tokenizer = (kind.from_pretrained(path) for kind in (AutoModelForCausalLM, AutoTokenizer))",
-            "```",
-            "",
-            "The configuration:",
-            "",
-            "```yaml",
-            OmegaConf.to_yaml(_told(as_written(_without_places(config)))).strip(),
-            "```",
-            "",
-        ]
-    )
-
-
 def _checkpoint(run: RunDir, step: int | None) -> Checkpoint:
     if step is None:
         checkpoint = latest_checkpoint(run.checkpoints_dir)
@@ -129,47 +85,3 @@ def _checkpoint(run: RunDir, step: int | None) -> Checkpoint:
         known = ", ".join(map(str, sorted(kept))) or "none"
         raise RunDirError(f"{run.path} has no checkpoint of step {step}. It has: {known}.")
     return read_checkpoint(kept[step])
-
-
-def _results(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The first and the last evaluation, as a table."""
-    if not rows:
-        return
-    names = [name for name in TOLD if name in rows[-1]]
-    yield "| held-out set | " + " | ".join(f"step {row['step']}" for row in (rows[0], rows[-1])) + " |"
-    yield "|---|---|---|"
-    for name in names:
-        yield f"| {name} | {rows[0].get(name, float('nan')):.4g} | {rows[-1][name]:.4g} |"
-    yield ""
-
-
-def _shown(path: str | None) -> str:
-    """A hub name as it is; of a place on this machine its last part alone."""
-    if path is None:
-        return "prompts of the environment"
-    return Path(path).name if Path(path).exists() or path.startswith((".", "/", "~")) else path
-
-
-def _without_places(config: Config) -> Config:
-    """The configuration without what stands for this machine alone."""
-    return replace(
-        config,
-        model=replace(config.model, path=_shown(config.model.path)),
-        data=replace(config.data, path=None if config.data.path is None else _shown(config.data.path)),
-        eval=replace(config.eval, path=None if config.eval.path is None else _shown(config.eval.path)),
-        sync=replace(config.sync, dir=None),
-        inference={"name": config.inference["name"]},
-        output=replace(config.output, dir=Path(config.output.dir).name),
-    )
-
-
-def _told(value: Any) -> Any:
-    """A configuration without what opens doors beside its secrets: variables of programs, addresses, directories."""
-    if isinstance(value, Mapping):
-        hidden = (
-            ("remote", "url", "env") if "command" in value else ("remote", "url")
-        )  # addresses, a program's variables
-        return {key: HIDDEN if key in hidden and item else _told(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_told(item) for item in value]
-    return DIRECTORY.sub("", value) if isinstance(value, str) else value
