@@ -32,10 +32,9 @@ DIRECTORY = re.compile(
 TOLD = ("accuracy", "reward/mean", "loss", "completion_length/mean", "turns")  # of an evaluation
 LICENSE = ("license", "license_name", "license_link")
 PLAIN = "AutoModelForCausalLM"
-KINDS = {  # by the end of the class in config.json: the pipeline of the hub, and the class that loads it
+KINDS = {  # of other than language models, by the end of the class in config.json: the hub's pipeline, and the loading class
     "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
     "ForConditionalGeneration": ("image-text-to-text", "AutoModelForImageTextToText"),
-    "ForCausalLM": ("text-generation", PLAIN),
 }
 FREE = "QUESTION"  # stands for the user's text
 
@@ -134,7 +133,9 @@ def model_card(
     base, name = shown_path(config.model.path), str(config.algorithm["name"])
     parts = by_part(config)
     learned_from = dict.fromkeys(shown_path(part.data.path) for part in parts.values())
-    kind, loader = next(KINDS[end] for end in (*KINDS, architecture) if architecture.endswith(end))
+    kind, loader = next(
+        (KINDS[end] for end in KINDS if architecture.endswith(end)), ("text-generation", PLAIN)
+    )
     metadata: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": kind,

@@ -136,3 +136,18 @@ def test_card_of_a_mixture_has_the_prompt_of_each_part(base, tmp_path):
     _, out = trained(base, tmp_path, parts=parts)
     card = (out / "README.md").read_text()
     assert card.index("### one") < card.index("First.") < card.index("### two") < card.index("Second.")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pipeline", "loader"),
+    [
+        ("GPT2LMHeadModel", "text-generation", "AutoModelForCausalLM"),
+        ("Qwen3_5ForConditionalGeneration", "image-text-to-text", "AutoModelForImageTextToText"),
+        ("LlamaForSequenceClassification", "text-classification", "AutoModelForSequenceClassification"),
+    ],
+)
+def test_card_loads_the_model_as_what_it_is(architecture, pipeline, loader):
+    config = load_config(overrides={"model.path": "m", "data.path": "arithmetic"})
+    card = ModelCard(model_card(config, 1, [], architecture=architecture))
+    assert card.data.pipeline_tag == pipeline and f"import AutoTokenizer, {loader}\n" in card.text
+    assert ("vllm serve" in card.text) == ("## Prompt" in card.text) == (pipeline != "text-classification")
