@@ -24,6 +24,7 @@ from rl4llm.extensions.tinker.store import PASSING, SAMPLER, WEIGHTS, Store
 from rl4llm.extensions.tinker.turns import Job, JobWorker, Order
 
 IDLE_S = 120.0  # a session without a heartbeat for so long is over; clients send one every 10 s
+GAP_S = 60.0  # requests of a model wait so long for an earlier one that has not arrived
 KEPT_S = 300.0  # a result that was delivered stays so long, for polls that overlap
 Body = Mapping[str, Any]
 
@@ -184,12 +185,12 @@ class Service:
     def asample(self, body: Body) -> Body:
         sampling = body.get("sampling_session_id") or ""
         self._check(sampling, self._sampling, "sampling session")
-        request_id = f"{sampling}:{body['seq_id']}"
+        request_id, count = f"{sampling}:{body['seq_id']}", int(body.get("num_samples") or 1)
         if request_id not in self._promises:
             promise = self._promise(request_id, sampling.partition(":")[0], binary=True)
             of = partial(self._samplers.of, *self._sampling[sampling])
-            self.worker.sample(partial(drawn, of, body), promise.outcome)
-        sequences = [f"{request_id}:{number}" for number in range(body.get("num_samples", 1))]
+            self.worker.sample(promise.session_id, count, partial(drawn, of, body), promise.outcome)
+        sequences = [f"{request_id}:{number}" for number in range(count)]
         return {"request_id": request_id, "sample_sequence_ids": sequences}
 
     def weights_info(self, body: Body) -> Body:
@@ -202,7 +203,7 @@ class Service:
         request_id = f"{model_id}:unload"
         if request_id not in self._promises:
             promise = self._promise(request_id, model_id.partition(":")[0])
-            self.worker.put(model_id, partial(self._unload, model_id), promise.outcome)
+            self.worker.put(promise.session_id, partial(self._unload, model_id), promise.outcome)
         return {"request_id": request_id, "model_id": model_id}
 
     def telemetry(self, body: Body) -> Body:
@@ -229,10 +230,13 @@ class Service:
         return self._promises[request_id]
 
     def tidy(self) -> None:
-        """End sessions whose client has disappeared, with all that they hold, and drop results that were delivered."""
+        """End sessions whose client has disappeared, with all that they hold; refuse requests that wait for a lost one; drop
+        results that were delivered."""
         now = time.monotonic()
         for session_id in [key for key, seen in self._seen.items() if now - seen > self._idle_s]:
             self._end(session_id)
+        for order in list(self._orders.values()):  # the worker's thread removes some
+            order.give_up(GAP_S)
         old = [key for key, one in self._promises.items() if one.delivered and now - one.delivered > KEPT_S]
         for request_id in old:
             del self._promises[request_id]
@@ -243,7 +247,8 @@ class Service:
             for key in [key for key in table if key.partition(":")[0] == session_id]:
                 del table[key]
         for model_id in [key for key in self._orders if key.partition(":")[0] == session_id]:
-            self.worker.put(model_id, partial(self._unload, model_id), Future())
+            self._models.pop(model_id, None)  # so that what is queued for it is not computed
+            self.worker.put(session_id, partial(self._unload, model_id), Future())
 
     def _unload(self, model_id: str) -> bytes:
         """Free a model; runs as a job, since jobs before it use the model."""
@@ -259,7 +264,7 @@ class Service:
         if model_id not in self._orders:
             promise = self._promise(f"{model_id}:0", session_id)
             self._orders[model_id] = Order(self.worker, model_id)
-            self.worker.put(model_id, job, promise.outcome)
+            self.worker.put(session_id, job, promise.outcome)
         return {"request_id": f"{model_id}:0", "model_id": model_id}
 
     def _ordered(self, model_id: str, seq_id: int, job: Job, *, binary: bool = False) -> Body:

@@ -1,14 +1,18 @@
 """The unchanged Tinker SDK and loops of its cookbook against the server."""
 
+import gc
 import json
 import os
 import shutil
 import subprocess
+import time
+import weakref
 
 import pytest
-from tinker_client import KEY, NAME, served_apart
+from tinker_client import KEY, NAME, served_apart, served_here
 
 from rl4llm.backends.tiny import save_model
+from rl4llm.extensions.tinker import server, service
 
 SNAPSHOT = "abc"  # any name of a commit
 
@@ -74,6 +78,36 @@ assert scored[0] is None and all(abs(a - b) < 1e-4 for a, b in zip(scored[1:], t
 again = service.create_training_client_from_state_with_optimizer(state).result()
 assert again.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist() == trained
 print("done")
+"""
+
+
+DISAPPEARS = """
+import time
+import tinker
+from tinker import types
+
+service = tinker.ServiceClient()
+training = service.create_lora_training_client("%(name)s", rank=4, seed=1).result()
+weighed = {"target_tokens": types.TensorData(data=[4, 5, 6], dtype="int64")}
+weighed["weights"] = types.TensorData(data=[1.0] * 3, dtype="float32")
+data = [types.Datum(model_input=types.ModelInput.from_ints([3, 4, 5]), loss_fn_inputs=weighed)]
+training._request_id_counter = training._turn_counter = 1  # as if a request had been lost on its way
+try:
+    training.optim_step(types.AdamParams(learning_rate=0.01)).result()
+except tinker.TinkerError as error:
+    print(error, flush=True)
+print(len(training.forward_backward(data, "cross_entropy").result().loss_fn_outputs), flush=True)
+training.save_weights_and_get_sampling_client().result()
+sampling = service.create_sampling_client(base_model="%(name)s")
+prompt, params = types.ModelInput.from_ints([3, 4, 5]), types.SamplingParams(max_tokens=32)
+many = [sampling.sample(prompt, 64, params) for _ in range(24)]
+other = tinker.ServiceClient().create_sampling_client(base_model="%(name)s")
+other.sample(prompt, 1, params).result()
+print("unfinished", sum(not one.done() for one in many), flush=True)
+training.optim_step(types.AdamParams(learning_rate=0.01)).result()
+waiting = [training.forward_backward(data * 32, "cross_entropy") for _ in range(200)]
+print(training.model_id, flush=True)
+time.sleep(600)
 """
 
 
@@ -145,3 +179,27 @@ def test_the_example_trains_through_the_sdk(sdk):
 
     printed = sdk(EXAMPLES / "tinker_loop.py", "--model", NAME, "--steps", 2)
     assert "step 2: mean reward" in printed and "/sampler_weights/sums" in printed
+
+
+def test_a_client_of_the_sdk_that_is_killed_leaves_nothing(python_of, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "GAP_S", 1.0)
+    monkeypatch.setattr(server, "TIDY_S", 0.2)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
+    with served_here(model_dir, tmp_path) as (url, serving):
+        words = [python_of("tinker"), "-c", DISAPPEARS % {"name": NAME}]
+        environment |= {"TINKER_BASE_URL": url}
+        with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as client:
+            lost, outputs, unfinished, model_id = (client.stdout.readline().strip() for _ in range(4))
+            trained = weakref.ref(serving._models[model_id].backend) if model_id else None
+            client.kill()
+        assert "has not arrived within 1 s" in lost and outputs == "1"
+        assert int(unfinished.split()[-1]) > 8
+        serving._idle_s = 0.0
+        deadline = time.monotonic() + 60
+        held = (serving._seen, serving._models, serving._orders, serving._sampling, serving._promises)
+        while trained() is not None or any(held):
+            assert time.monotonic() < deadline
+            gc.collect()
+            time.sleep(0.1)
+        assert not (tmp_path / model_id / "passing").exists()

@@ -1,9 +1,14 @@
 """Clients of the Tinker protocol train and sample models of this machine."""
 
+import asyncio
 import json
 import os
 import signal
 import struct
+import threading
+from collections import Counter
+from concurrent.futures import Future, wait
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +20,11 @@ from rl4llm.algorithms.gspo import GSPOToken
 from rl4llm.algorithms.sft import SFT
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.types import TrainBatch
+from rl4llm.extensions.tinker import service
 from rl4llm.extensions.tinker.models import Shape
 from rl4llm.extensions.tinker.protobuf import field, parse
+from rl4llm.extensions.tinker.turns import JobWorker, Order
+from rl4llm.inference.local import MAX_ROWS
 
 PROMPT, ANSWER = 5, 7  # tokens
 NEVER = 1e9  # a clip that never cuts
@@ -197,6 +205,64 @@ def test_requests_run_in_the_order_of_their_number(client):
     assert client.wait(again) == client.wait(first)
     _, after = client.losses(model, 3, data, forward_only=True)
     assert after["loss:sum"] < before[1]["loss:sum"]
+
+
+def test_a_lost_request_fails_those_that_wait_for_it(server, client, monkeypatch):
+    model, data = client.model(), demonstrations()
+    waiting = [client.call("optim_step", model_id=model, seq_id=seq, adam_params=LEARNS) for seq in (2, 4)]
+    server[1].tidy()
+    assert not any(server[1]._promises[one["request_id"]].outcome.done() for one in waiting)
+    monkeypatch.setattr(service, "GAP_S", 0.0)
+    server[1].tidy()
+    for one in waiting:
+        with pytest.raises(Refused, match=f"request 1 of {model} has not arrived within 0 s"):
+            client.wait(one)
+    assert client.losses(model, 5, data)[1]["loss:sum"] > 0
+    with pytest.raises(Refused, match="it came too late"):
+        client.losses(model, 1, data)
+
+
+def turns_of(*owners):
+    """Return the order in which a worker takes jobs and samples that are queued behind a first one, by owner."""
+    worker, gates, taken = JobWorker(), [threading.Event(), threading.Event()], ([], [])
+    orders = {name: Order(worker, name) for name in dict.fromkeys(owners)}
+    outcomes = []
+
+    def job(name):
+        taken[0].append(name.partition(":")[0])
+        return b""
+
+    async def draw(name):
+        taken[1].append(name.partition(":")[0])
+        return b""
+
+    async def first():
+        await asyncio.to_thread(gates[1].wait)
+        return b""
+
+    def queue(put, *given):
+        outcomes.append(Future())
+        put(*given, outcomes[-1])
+
+    try:
+        queue(worker.sample, owners[0].partition(":")[0], MAX_ROWS, first)
+        seqs = Counter()
+        for name in owners:
+            queue(worker.sample, name.partition(":")[0], MAX_ROWS, partial(draw, name))
+        queue(worker.put, "gate", lambda: bytes(gates[0].wait()))
+        for name in owners:
+            seqs[name] += 1
+            queue(orders[name].add, seqs[name], partial(job, name))
+        for gate in gates:
+            gate.set()
+        assert not wait(outcomes, timeout=60).not_done
+    finally:
+        worker.close()
+    return ["".join(one) for one in taken]
+
+
+def test_clients_take_turns_however_much_they_queue():
+    assert turns_of("a:0", "a:0", "a:1", "a:1", "b:0", "b:0") == ["ababaa", "ababaa"]
 
 
 def test_a_repeated_request_adds_its_gradient_once(client):
