@@ -75,7 +75,12 @@ def test_temperature_0_is_refused_where_answers_are_compared(model_dir, tmp_path
     refused = set()
     for name in ALGORITHMS:
         config = load_config(
-            overrides={"model.path": "m", "algorithm": {"name": name}, "rollout.temperature": 0}
+            overrides={
+                "model.path": "m",
+                "algorithm": {"name": name},
+                "rollout.temperature": 0,
+                "training.lr": 1e-5,
+            }
         )
         needs = ALGORITHMS[name]().needs()
         try:
@@ -616,8 +621,39 @@ def test_a_server_with_an_unknown_name_is_refused(model_dir, monkeypatch):
 
 def test_untested_torch_is_reported_at_the_start(model_dir, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
-    keys = {"model.path": str(model_dir), "data.path": "arithmetic"}
+    keys = {"model.path": str(model_dir), "data.path": "arithmetic", "training.lr": 1e-5}
     for name in ("grpo", "sft"):
         config = load_config(None, keys | {"algorithm.name": name})
         [line] = warnings_of(config, build_algorithm(config).needs())
         assert "torch 2.12.1+cu130 is not tested: the tests run with 2.11, 2.13, 2.15" in line
+
+
+@pytest.mark.parametrize("name", ["grpo", "sft"])
+def test_defaults_that_are_traps_are_shown_once(name, model_dir, tmp_path, capsys):
+    chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rows = {"grpo": {"prompt": "1+1?", "ground_truth": "2"}, "sft": {"messages": chat}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[name]) + "\n")
+    keys = {"model": {"path": str(model_dir)}, "algorithm": {"name": name}, "eval": {"every": 0}}
+    keys |= {
+        "data": {"path": str(tmp_path / "rows.jsonl")},
+        "rollout": {"prompts": 1, "group_size": 2},
+        "max_steps": 0,
+    }
+
+    def shown(directory, **more):
+        keys["output"] = {"dir": str(tmp_path / directory)}
+        (tmp_path / "run.yaml").write_text(json.dumps(keys | more.pop("file", {})))
+        with build_trainer(load_config(tmp_path / "run.yaml", more)) as trainer:
+            trainer.train()
+        return capsys.readouterr().out
+
+    unset = shown("unset")
+    assert unset.count("training.lr is not set") == 1 and "1e-5 for smaller ones" in unset
+    assert unset.count("rollout.max_tokens is not set: a turn is cut off after 256 tokens") == (
+        name == "grpo"
+    )
+    assert "and an adapter hardly learns with it" in shown("adapter", **{"model.lora.rank": 2})
+    knowing = shown("knowing", file={"training": {"lr": 1e-6}}, **{"rollout.max_tokens": 256})
+    assert "is not set" not in knowing.replace("rewards is not set", "")
+    again = tmp_path / "knowing" / "config.yaml"
+    assert load_config(again).given >= {"training.lr", "rollout.max_tokens"}

@@ -29,7 +29,7 @@ class PPO(GRPO):
         gamma, lam: discount and lambda of the estimates, per token of the policy.
         value_clip: how far a value may move from its value before the update (PPO's clip); null disables it.
         critic_path: the model or trained critic that the critic starts from; null is `model.path`.
-        critic_lr: learning rate of the critic; null is `training.lr`.
+        critic_lr: learning rate of the critic; null is ten times `training.lr`.
         critic_epochs: passes of the critic over a rollout; those of the policy are `training.epochs`.
         critic_warmup_steps: first steps in which only the critic learns; with `max_steps` only a value model is trained.
     """

@@ -17,6 +17,7 @@ from rl4llm.compose.environments import EnvKeys, check_env_options, weighed
 from rl4llm.compose.models import check_backend, demand_device, device_of
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, by_part
+from rl4llm.config.keys import TrainingConfig
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.errors import ConfigError, RL4LLMError
 from rl4llm.core.registry import from_extension
@@ -99,11 +100,11 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
 
 def warnings_of(config: Config, needs: Needs) -> list[str]:
     """Return warnings about choices that are accepted, and about the installed torch."""
-    untested = untested_torch(torch.__version__)
+    warnings = [*untested_torch(torch.__version__), *rate_warnings(config)]
     if needs.learns_from != "episodes":
-        return untested
+        return warnings
     without = [name for name, part in by_part(config).items() if part.env.get("tools") == []]
-    untested += [
+    warnings += [
         f"{f'parts.{name}.' if name else ''}env.tools=[] gives the policy no tool to call. Name tools, such as "
         "env.tools=[calculator], or use an environment without them, such as env.name=chat."
         for name in without
@@ -114,7 +115,7 @@ def warnings_of(config: Config, needs: Needs) -> list[str]:
         f"on {prompts // updates} prompts and others on {prompts // updates + 1}. For equal steps set rollout.prompts to "
         f"{updates * max(1, round(prompts / updates))}."
     ]
-    warnings = [*untested, *(uneven if prompts % updates else ())]
+    warnings += uneven if prompts % updates else ()
     if config.rollout.temperature > 0:
         return warnings
     return [
@@ -122,6 +123,22 @@ def warnings_of(config: Config, needs: Needs) -> list[str]:
         "rollout.temperature=0: every episode is the policy's most probable one, so the policy explores nothing and has "
         "little to learn from. Training usually needs rollout.temperature=1.0. For evaluation set eval.temperature.",
     ]
+
+
+def rate_warnings(config: Config) -> list[str]:
+    """Return a warning if the learning rate is the default, with which adapters and small models hardly learn.
+
+    >>> from rl4llm.config import load_config
+    >>> rate_warnings(load_config(overrides={"model.path": "m", "training.lr": 1e-6}))
+    []
+    """
+    lr = config.training.lr
+    if "training.lr" in config.given or lr != TrainingConfig.lr:
+        return []
+    fits = "for models of 1.5 billion parameters and more. Set training.lr=1e-5 for smaller ones, or 1e-4 for tiny ones"
+    if config.model.lora.rank:
+        fits = "for all weights of a large model, and an adapter hardly learns with it. Set training.lr=1e-5 or more"
+    return [f"training.lr is not set. Its default {lr:g} is a rate {fits}; training.lr={lr:g} keeps it."]
 
 
 def untested_torch(version: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from rl4llm.compose.models import all_ranks, device_of, vision_of
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config
+from rl4llm.config.keys import RolloutConfig
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_opponent import OPPONENTS
@@ -113,14 +114,17 @@ def _rendered_by(env: BaseMDPEnv, options: Mapping[str, Any]) -> BaseMDPEnv:
     return env
 
 
-def rewards_note(config: Config, given: Given, env: BaseMDPEnv) -> str:
-    """Return a line that names the rewards which an environment chose by itself; "" if the user chose."""
-    if config.rewards is not None or given.reward_functions is not None:
-        return ""
-    names = ", ".join(reward.name for reward in env.reward_functions)
-    return (
-        f"rewards is not set: {names or 'only the rewards of turns count'}, as {type(env).__name__} defines"
-    )
+def unset_notes(config: Config, given: Given, env: BaseMDPEnv, chosen: frozenset[str]) -> Iterator[str]:
+    """Yield lines that name the rewards which an environment defines and the length of turns, unless the user chose them.
+
+    `chosen` are the keys of the run that the user has set.
+    """
+    if config.rewards is None and given.reward_functions is None:
+        names = ", ".join(reward.name for reward in env.reward_functions)
+        yield f"rewards is not set: {names or 'only the rewards of turns count'}, as {type(env).__name__} defines"
+    limit = config.rollout.max_tokens
+    if limit == RolloutConfig.max_tokens and not any(key.endswith("rollout.max_tokens") for key in chosen):
+        yield f"rollout.max_tokens is not set: a turn is cut off after {limit} tokens"
 
 
 def check_curriculum(config: Config, envs: Sequence[BaseMDPEnv]) -> None:

@@ -25,6 +25,7 @@ from rl4llm.runtime.ranks import Ranks, join_ranks
 if TYPE_CHECKING:
     from rl4llm.data.vision import Vision
 
+CRITIC_RATE = 10  # of the policy's learning rate: a critic learns from every token, and its head from nothing
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # what a user has set stays
 
 
@@ -156,8 +157,7 @@ def build_critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> BaseBa
     path = critic.path or (None if start is not None else config.model.path)
     model = _model_to_place(config, copy.deepcopy(start) if path is None else None, path, values=True)
     options = _optimizer(config, critic.epochs, config.max_steps)
-    if critic.lr is not None:
-        options["lr"] = critic.lr
+    options["lr"] = CRITIC_RATE * config.training.lr if critic.lr is None else critic.lr
     return _on_backend(config, model, value_head=load_value_head(path, model), **options)
 
 

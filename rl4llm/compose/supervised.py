@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rl4llm.compose.choices import warnings_of
 from rl4llm.compose.data import by_size, check_texts, few_rows, held_out_rows, prompt_stream, rows_to_measure
 from rl4llm.compose.environments import example_of_calls, make_env, make_rewards
 from rl4llm.compose.models import all_ranks, build_policy, build_reference, vision_of
@@ -84,7 +85,8 @@ def build_supervised(
     def make(run: RunDir) -> DatasetTrainer:
         tracker = tracker_of(config, run)
         lost = [*dropped(dataset, kept, "data"), *dropped(held_out, kept_out, "eval")]
-        warn(tracker, config, [*overlap, *lost, *few_rows(config, kept), *backend.warnings()])
+        warn(tracker, config, [*warnings_of(config, needs), *overlap, *lost])
+        warn(tracker, config, [*few_rows(config, kept), *backend.warnings()])
         return DatasetTrainer(
             dataset=kept,
             tokenizer=tokenizer,

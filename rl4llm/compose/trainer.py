@@ -34,7 +34,7 @@ from rl4llm.compose.environments import (
     build_sandbox,
     check_curriculum,
     provided_by,
-    rewards_note,
+    unset_notes,
     with_hosts,
     without_faulty_rows,
 )
@@ -350,9 +350,9 @@ def _connect(
     computing: tuple[BaseClient, BaseBackend],
     tasks: Sequence[Task],
 ) -> None:
-    """Show how the engine and updates compute, and default rewards; have engine and environments report to the tracker."""
-    rewards = [rewards_note(task.config, given, task.env) for task in tasks]
-    shown = (*(part.path() for part in computing), *dict.fromkeys(rewards))
+    """Show how the engine and updates compute, and what is not set; have engine and environments report to the tracker."""
+    unset = [note for task in tasks for note in unset_notes(task.config, given, task.env, config.given)]
+    shown = (*(part.path() for part in computing), *dict.fromkeys(unset))
     for text in filter(None, shown if all_ranks(config).is_first else ()):
         tracker.note(text)
     computing[0].report_to(tracker.warn)

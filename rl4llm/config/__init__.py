@@ -49,17 +49,22 @@ def load_config(
     if not isinstance(overrides, Mapping):
         files += [Path(text) for text in overrides if _is_file(text)]
         overrides = [text for text in overrides if not _is_file(text)]
-    merged = _defaults()
+    merged, given = _defaults(), set[str]()
     for file in files:
         try:
-            merged = _merge(merged, _read(file))
+            layer = _read(file)
+            merged = _merge(merged, layer)
         except ConfigError as error:
             raise ConfigError(error if str(file) in str(error) else f"{file}: {error}") from None
-    merged = _merge(merged, layer_of(overrides, Config))
+        given |= flatten(layer).keys()
+    layer = layer_of(overrides, Config)
+    merged = _merge(merged, layer)
     expand_paths(merged)
     if of_run:
         hide_unset(merged)
-    return _checked(merged)
+    config = _checked(merged)
+    config.given = frozenset(given | flatten(layer).keys())
+    return config
 
 
 @functools.cache

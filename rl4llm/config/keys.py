@@ -223,6 +223,9 @@ class Config:
     deterministic: bool = False  # the same steps bit for bit, also after a resume
     threads: Annotated[int, Range(0, 1024)] = 0  # of torch on the CPU; 0 leaves torch's own choice
     timeout_s: Annotated[float, Range(1)] = 1800.0  # of waiting for the other ranks, if there are any
+    given: frozenset[str] = field(  # the keys that a file or an override has set
+        default=frozenset(), repr=False, compare=False, metadata={"omegaconf_ignore": True}
+    )
     references: References = field(
         default_factory=dict, repr=False, compare=False, metadata={"omegaconf_ignore": True}
     )

@@ -28,7 +28,10 @@ Total = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Critic:
-    """A value model beside the policy: where it comes from and how it learns. None is taken from the policy's options."""
+    """A value model beside the policy: where it comes from and how it learns.
+
+    Without a `path` it starts from the policy, and without an `lr` it learns at ten times the policy's rate.
+    """
 
     path: str | None = None
     lr: float | None = None

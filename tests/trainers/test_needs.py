@@ -88,9 +88,10 @@ def differ(left, right):
 PPO = {"name": "ppo", "critic_lr": 1e-2, "kl_coef": 0.1, "kl_target": 0.01, "critic_epochs": 2}
 
 
-def test_critic_lr_trains_the_critic_and_is_logged(model_dir, tmp_path):
-    """A first step of Adam moves the weights by the learning rate."""
-    algorithm = {"name": "ppo", "critic_lr": 7e-3}
+@pytest.mark.parametrize(("critic_lr", "used"), [(7e-3, 7e-3), (None, 3e-2)])
+def test_critic_lr_trains_the_critic_and_is_logged(critic_lr, used, model_dir, tmp_path):
+    """A first step of Adam moves the weights by the learning rate; the critic's default is ten times the policy's."""
+    algorithm = {"name": "ppo", "critic_lr": critic_lr}
     run = trainer(model_dir, tmp_path, algorithm, max_steps=1)
     models = {"critic/": run.trainer.critic, "": run.trainer.backend}
     before = {
@@ -99,7 +100,7 @@ def test_critic_lr_trains_the_critic_and_is_logged(model_dir, tmp_path):
     }
     run.train()
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for name, lr in (("critic/", 7e-3), ("", 3e-3)):
+    for name, lr in (("critic/", used), ("", 3e-3)):
         assert row[f"{name}lr"] == lr
         moved = [
             (new.detach() - old).abs().max().item()

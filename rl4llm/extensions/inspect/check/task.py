@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 
 from rl4llm.config import Config
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import Trajectory
+from rl4llm.core.types import Group, Trajectory
 from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.inspect.check.bench import Bench
@@ -29,7 +31,8 @@ class TaskReport:
     `quoted` are answers that no reward could read, or any if nothing teaches; `refused` are calls that got errors.
     `sample_s`, `step_s` and `run_s` are estimates, in seconds, from the episodes that were played and one training pass over
     them, as if the rewards of every group differed; groups whose rewards do not are often left out of training.
-    `teaches` is whether any group has rewards that differ. Methods that compare them need such groups.
+    `teaches` is whether any group has rewards that differ. Methods that compare them need such groups. `other_sizes` has the
+    share of such groups that is expected with other group sizes.
     """
 
     prompts: int
@@ -43,6 +46,7 @@ class TaskReport:
     run_s: float
     steps: int
     teaches: bool
+    other_sizes: Mapping[int, float]
     advice: Sequence[str]
 
     def lines(self) -> Iterator[str]:
@@ -55,6 +59,12 @@ class TaskReport:
         )
         yield f"success       {success}, mean reward {found.get('reward/mean', 0.0):.3f}"
         yield f"groups        {1 - found.get('groups/zero_spread', 0.0):.1%} have rewards that differ, and so a gradient"
+        words = {True: "at least", False: "about"}
+        others = [
+            f"{words[size > self.group_size]} {share:.0%} with rollout.group_size={size}"
+            for size, share in self.other_sizes.items()
+        ]
+        yield from [f"  {', '.join(others)}"] if others else []
         examples = [f"  an answer, for example, is {text!r}" for text in self.quoted]
         yield from [] if self.no_answer else examples
         yield f"format        {self.no_answer:.1%} have no answer, as the rewards report"
@@ -122,8 +132,29 @@ def _examined(trainer: RLTrainer, config: Config, prompts: int) -> TaskReport:
         run_s=step_s * config.max_steps,
         steps=config.max_steps,
         teaches=teaches,
+        other_sizes={
+            size: would_teach(groups, size)
+            for size in (trainer.rollout.group_size // 2, trainer.rollout.group_size * 2)
+            if size > 1 and trainer.rollout.group_size > 1
+        },
         advice=list(_advice(trainer, config, metrics, no_answer)),
     )
+
+
+def would_teach(groups: Sequence[Group], size: int) -> float:
+    """Return the share of prompts with rewards that are expected to differ between `size` samples.
+
+    Up to the number of samples that were played this is the mean over all subsets of them. For more it is at least the
+    result: 1 - p^size - (1 - p)^size with the measured share p of each prompt, or the share that was seen if that is larger.
+    """
+    equal, seen = [], []
+    for group in groups:
+        counts = Counter(round(one.reward, 9) for one in group.trajectories).values()
+        played = sum(counts)
+        few = size <= played
+        equal.append(sum(comb(n, size) / comb(played, size) if few else (n / played) ** size for n in counts))
+        seen.append(float(len(counts) > 1 and not few))
+    return max(1 - statistics.fmean(equal), statistics.fmean(seen))
 
 
 def _refused_calls(members: Sequence[Trajectory]) -> list[str]:

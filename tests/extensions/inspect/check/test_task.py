@@ -1,12 +1,16 @@
 """The report on a task before training names what keeps it from learning."""
 
+import inspect
 import json
+from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 
 from rl4llm.cli import main
 from rl4llm.extensions.inspect.check import task as examined
 from rl4llm.extensions.inspect.check import times
+from rl4llm.extensions.inspect.check.task import would_teach
 from rl4llm.extensions.inspect.check.times import extended
 
 PROMPTS = [{"prompt": f"What is {n}+1?", "ground_truth": str(n + 1)} for n in range(4)]
@@ -56,6 +60,32 @@ def test_a_task_with_gradients_has_times(task):
     assert report["run_s"] == pytest.approx(50 * report["step_s"])
     assert 0 < report["sample_s"] < report["step_s"]
     assert not any("group" in text for text in report["advice"])
+    assert report["other_sizes"] == {"4": 1.0}  # half of 2 compares nothing
+
+
+def group_of(*rewards):
+    return SimpleNamespace(trajectories=[SimpleNamespace(reward=reward) for reward in rewards])
+
+
+def test_the_share_that_teaches_follows_from_each_prompt():
+    groups = [group_of(1, 0, 0, 0, 0, 0), group_of(0.5, 0.5, 1, 1, 0, 0), group_of(0, 0, 0, 0, 0, 0)]
+    rewards = [[one.reward for one in group.trajectories] for group in groups]
+    for size in range(2, 7):
+        differ = [[len(set(some)) > 1 for some in combinations(group, size)] for group in rewards]
+        expected = sum(sum(group) / len(group) for group in differ) / 3
+        assert would_teach(groups, size) == pytest.approx(expected)
+    many = [group_of(1, 0), group_of(1, 1), group_of(0, 0)]
+    assert would_teach(many, 8) == pytest.approx((1 - 2 * 0.5**8) / 3, abs=0.01)
+    assert would_teach(groups, 7) == pytest.approx(2 / 3)  # as many as were seen: 1 - p^7 - (1-p)^7 is less
+    assert would_teach(groups[:1] * 2, 24) == 1.0
+
+
+def test_report_shows_what_other_group_sizes_would_give(task):
+    report, _ = task("rewards=['taught:odd']", "rollout.group_size=4")
+    assert report["other_sizes"] == {"2": pytest.approx(2 / 3), "8": pytest.approx(1.0)}
+    given = inspect.signature(examined.TaskReport).parameters
+    made = examined.TaskReport(**{name: report[name] for name in given} | {"other_sizes": {2: 2 / 3, 8: 1.0}})
+    assert "  about 67% with rollout.group_size=2, at least 100% with rollout.group_size=8" in made.lines()
 
 
 def test_a_task_that_is_solved_asks_for_harder_prompts(task):
