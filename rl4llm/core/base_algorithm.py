@@ -47,7 +47,8 @@ class Needs:
     group: bool = False  # at least two trajectories per prompt
     whole_groups: bool = False  # the trajectories of a prompt must stand in the same micro-batch
     every_token: bool = True  # False: a trajectory whose credit is 0 has no loss, and need not be computed
-    entropy: bool = False
+    entropy: bool = False  # in the loss, with its gradient
+    old_entropy: bool = False  # before the updates, as `TrainBatch.old_entropy_BT`; costs a forward pass
     reference: bool = False
     reference_path: str | None = None  # another model than the policy's own start
     reference_every: int = 0  # steps after which the policy becomes the reference; 0 is never

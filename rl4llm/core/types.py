@@ -307,6 +307,7 @@ class TrainBatch:
     """The batch that `to` copied to a GPU, where reading numbers would wait for all that the GPU still has to do."""
 
     old_logprobs_BT = FilledLater("the trainer fills it before `assign`")
+    old_entropy_BT = FilledLater("the trainer fills it for an algorithm whose `needs` say old_entropy=True")
     ref_logprobs_BT = FilledLater("the trainer fills it for an algorithm whose `needs` say reference=True")
     values_BT = FilledLater("the trainer fills it for an algorithm whose `needs` name a critic")
     advantages_BT = FilledLater("the algorithm's `assign` fills it")
@@ -317,9 +318,8 @@ class TrainBatch:
     def of(cls, tensors: Mapping[str, Tensor], images: tuple[Image, ...] = ()) -> TrainBatch:
         """Return a batch with these tensors, by name."""
         own = {item.name for item in fields(cls)}
-        later = {name: tensor for name, tensor in tensors.items() if name not in own}
         given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in own}
-        return cls(**given, later=later, images=images)
+        return cls(**given, later={name: tensors[name] for name in tensors if name not in own}, images=images)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are set, by name."""

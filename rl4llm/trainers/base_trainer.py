@@ -132,6 +132,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
                 self._write_model()
 
     def _warn_of_stop(self, cause: str) -> None:
+        """Say which step ends before the run stops; `cause` names the signal."""
         self.warn(
             f"{cause}: finishing step {self._finishing}, then saving. Send it again to stop immediately."
         )

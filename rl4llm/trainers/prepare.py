@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl4llm.algorithms.functional import kl
 from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator
-from rl4llm.core.base_backend import BaseBackend, TokenScorer
+from rl4llm.core.base_backend import BaseBackend, TokenMetrics, TokenScorer
 from rl4llm.core.types import Group, TrainBatch, Trajectory, Update
 from rl4llm.data.aggregation import StepTotals
 from rl4llm.data.pack import Batching, Credit, filler
@@ -75,6 +75,8 @@ class Preparation:
             batch.old_logprobs_BT = (
                 self._numbers(self.policy, batch) if needs.old_logprobs else batch.sampled_logprobs_BT
             )
+            if needs.old_entropy:
+                batch.old_entropy_BT = self._entropy(batch)
             if needs.reference:
                 batch.ref_logprobs_BT = self._numbers(self.reference, batch)
             if needs.critic:
@@ -110,7 +112,10 @@ class Preparation:
                 is_needed = every_token or any(abs(turn) > NO_CREDIT for turn in turns)
                 trajectories.append(trajectory)
                 given.append(credit if is_needed else None)
-        totals = self._over_ranks(self.batching.totals(trajectories))
+        totals = self.batching.totals(trajectories)
+        own = torch.tensor([totals.tokens, totals.sequences, totals.prompts], dtype=torch.float64)
+        tokens, sequences, prompts = map(int, self.ranks.total(own).tolist())
+        totals = replace(totals, tokens=tokens, sequences=sequences, prompts=prompts)
         records = [record for trajectory in trajectories for record in trajectory.records]
         return Update(self._aligned(self.batching.pack(trajectories, given, totals)), records), totals
 
@@ -118,11 +123,6 @@ class Preparation:
         """Add empty batches until all ranks have equally many, since sharded models compute together."""
         missing = self.ranks.largest(len(batches)) - len(batches)
         return batches + [filler(self.batching.pad_token_id) for _ in range(missing)]
-
-    def _over_ranks(self, own: StepTotals) -> StepTotals:
-        counts = self.ranks.total(torch.tensor([own.tokens, own.sequences, own.prompts], dtype=torch.float64))
-        tokens, sequences, prompts = map(int, counts.tolist())
-        return replace(own, tokens=tokens, sequences=sequences, prompts=prompts)
 
     def _updates(self, packed: list[Update], step: int) -> list[Update]:
         """Return every optimizer step of each epoch, the critic's before the policy's; models may have different epochs."""
@@ -147,15 +147,10 @@ class Preparation:
             lambda batch: kl(batch.sampled_logprobs_BT, self._numbers(self.reference, batch), estimator),
         )
         left = iter((coefficient * penalties).tolist())
-        penalised = [
-            replace(
-                group,
-                trajectories=tuple(
-                    replace(one, reward=one.reward - next(left)) for one in group.trajectories
-                ),
-            )
-            for group in groups
-        ]
+        penalised = []
+        for group in groups:
+            lower = tuple(replace(one, reward=one.reward - next(left)) for one in group.trajectories)
+            penalised.append(replace(group, trajectories=lower))
         return penalised, self._mean(penalties).item()
 
     def _divergence(self, groups: Sequence[Group]) -> Tensor:
@@ -193,6 +188,21 @@ class Preparation:
     def _numbers(self, model: TokenScorer | None, batch: TrainBatch) -> Tensor:
         assert model is not None  # `needs` says which models there are
         return model.forward(batch, temperature=self.temperature).to(batch.mask_BT.device)
+
+    @torch.no_grad()
+    def _entropy(self, batch: TrainBatch) -> Tensor:
+        """Return the entropy (B, T), in nats, of the policy's distribution at each of its tokens."""
+        found: list[Tensor] = []
+
+        def read(
+            _: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None
+        ) -> tuple[Tensor, TokenMetrics]:
+            assert entropy_BT is not None  # it was requested
+            found.append(entropy_BT.to(batch.mask_BT.device))
+            return torch.zeros_like(logprobs_BT), {}
+
+        self.policy.forward_backward(batch, read, temperature=self.temperature, entropy=True)
+        return found[0]
 
 
 def _plain(credits: Tensor) -> list[Credit]:

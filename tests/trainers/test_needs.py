@@ -1,12 +1,13 @@
 """What an algorithm needs, the trainer provides: a critic, a reference that follows, a greedy baseline, ladders, turns."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from vowels import Vowels
 
+from rl4llm.algorithms import GRPO
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.classifier import load_value_head
 from rl4llm.backends.models import load_model
@@ -215,6 +216,43 @@ def test_reward_turn_accepts_only_numbers(model_dir, tmp_path):
 
     with pytest.raises(EnvError, match=r"reward_turn\(nan\) is not accepted: a finite number"):
         trainer(model_dir, tmp_path, {"name": "grpo"}, env=Wrong).train()
+
+
+@dataclass(slots=True)
+class Curious(GRPO):
+    """GRPO whose advantages grow with the entropy of each token."""
+
+    def needs(self):
+        return replace(GRPO.needs(self), old_entropy=True)
+
+    def advantages(self, batch):
+        return batch.credits_BT + 0.4 * batch.old_entropy_BT
+
+
+@pytest.mark.parametrize("layout", ["sorted", "packed", "shared"])
+def test_an_advantage_reads_the_entropy_before_the_updates(model_dir, tmp_path, layout):
+    training = {"lr": 0.1, "epochs": 2, "layout": layout}
+    rollout = {"prompts": 2, "group_size": 4, "max_tokens": 5, "temperature": 0.7}
+    algorithm = {"name": f"{__name__}:Curious"}
+    with trainer(model_dir, tmp_path, algorithm, training=training, rollout=rollout).trainer as run:
+        run.publish()
+        step = run.collect()
+        before, after = run.prepare(step)
+        run.update(before, step)  # changes the policy, but not the advantages of the second epoch
+        model = load_model(str(model_dir), dtype="float32", device="cpu")
+        for batch in after.batches:
+            records_N = batch.record_ids_BT[batch.mask_BT].tolist()
+            places_N = batch.position_ids_BT[batch.mask_BT].tolist()
+            expected_N = []
+            for record, place in zip(records_N, places_N, strict=True):
+                ids_T = [token for span in after.records[record] for token in span.token_ids]
+                logits_V = model(input_ids=torch.tensor([ids_T[:place]])).logits[0, -1].double() / 0.7
+                expected_N.append(torch.distributions.Categorical(logits=logits_V).entropy().item())
+            bonus_BT = batch.advantages_BT - batch.credits_BT
+            assert bonus_BT[batch.mask_BT].tolist() == pytest.approx(
+                [0.4 * one for one in expected_N], rel=1e-4
+            )
+            assert max(expected_N) > 1.01 * min(expected_N) > 0
 
 
 @dataclass(slots=True)
