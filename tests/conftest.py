@@ -124,7 +124,7 @@ def sweep(pytestconfig):
 def _same_on_every_processor():
     """Let `model.autocast=auto` choose float32, which many tests compare to the last digits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rl4llm.compose.models.multiplies_bfloat16", lambda: False)
+        patch.setattr("rl4llm.compose.setup.multiplies_bfloat16", lambda: False)
         yield
 
 

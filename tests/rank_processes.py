@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from forked_python import forks
 
-from rl4llm.compose import models
+from rl4llm.compose import setup
 from rl4llm.runtime.ranks import join_ranks
 from rl4llm.tracking.run import RunTracker
 
@@ -162,7 +162,7 @@ def _answer(connection: Connection) -> tuple[bool, object]:
 def _serve(connection: Connection, environ: dict[str, str], stacks: Path) -> None:
     os.environ.update(environ)
     torch.set_num_threads(1)
-    models.multiplies_bfloat16 = lambda: False  # both as in the process of the tests
+    setup.multiplies_bfloat16 = lambda: False  # both as in the process of the tests
     RunTracker._draw_curve = lambda self, step: None
     with open(stacks, "w") as file:
         faulthandler.enable(file=file)  # a crash leaves the stacks of all threads

@@ -22,10 +22,10 @@ from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose import Given, build_trainer, engines
-from rl4llm.compose.choices import build_algorithm, check_choices, check_config, warnings_of
-from rl4llm.compose.engines import build_client, check_engine, computed_in, server_urls
+from rl4llm.compose.choices import check_choices, check_config, warnings_of
+from rl4llm.compose.engines import build_client, check_engine, server_urls
 from rl4llm.compose.environments import make_env, make_prompts
-from rl4llm.compose.models import autocast_of, set_up_torch
+from rl4llm.compose.setup import Machine, Setup, build_algorithm, set_up_torch
 from rl4llm.compose.supervised import dataset_renderer
 from rl4llm.compose.tables import ENGINES
 from rl4llm.compose.trainer import precision_of
@@ -226,41 +226,44 @@ def test_a_run_keeps_the_precision_that_auto_chose(model_dir, tmp_path, capsys, 
             model_dir, tmp_path / "run", **{"model.autocast": autocast, "model.device": "cpu"}, **keys
         )
 
-    monkeypatch.setattr("rl4llm.compose.models.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("rl4llm.compose.setup.multiplies_bfloat16", lambda: True)
     first = run("auto", max_steps=1)
-    assert autocast_of(first.config) == computed_in(first.config) == "bfloat16"
+    machine = Machine.of(first.config)
+    assert machine.autocast == machine.computed == "bfloat16"
     assert first.trainer.backend._autocast == "bfloat16"
     first.train()
     assert "computes in bfloat16 with float32 weights" in capsys.readouterr().out
-    monkeypatch.setattr("rl4llm.compose.models.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("rl4llm.compose.setup.multiplies_bfloat16", lambda: False)
     with pytest.raises(RunDirError, match=r"model\.autocast: 'bfloat16' -> 'none'"):
         run("auto")
     assert run("bfloat16", max_steps=2).train().trainer.step == 2
-    assert autocast_of(load_config(overrides={"model.path": "M"})) == "none"
+    assert Machine.of(load_config(overrides={"model.path": "M"})).autocast == "none"
 
 
 def test_bfloat16_is_the_default_where_it_is_faster(monkeypatch):
-    def config(**model):
-        return load_config(
-            None, {"model.path": "M", **{f"model.{key}": value for key, value in model.items()}}
-        )
+    def machine(**model):
+        keys = {f"model.{key}": value for key, value in model.items()}
+        return Machine.of(load_config(None, {"model.path": "M", **keys}))
 
-    monkeypatch.setattr("rl4llm.compose.models.multiplies_bfloat16", lambda: True)
-    assert autocast_of(config(device="cpu")) == "bfloat16"
-    assert precision_of(config(device="cpu", autocast="none")) == ""
-    assert autocast_of(config(device="cuda")) == "bfloat16"  # without one here, as `rl4llm plan` needs it
+    def shown(autocast="auto", **model):
+        return precision_of(autocast, machine(autocast=autocast, **model))
+
+    monkeypatch.setattr("rl4llm.compose.setup.multiplies_bfloat16", lambda: True)
+    assert machine(device="cpu").autocast == "bfloat16"
+    assert shown(device="cpu", autocast="none") == ""
+    assert machine(device="cuda").autocast == "bfloat16"  # without one here, as `rl4llm plan` needs it
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for native in (True, False):
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native
         )
-        assert autocast_of(config(device="cuda")) == ("bfloat16" if native else "none")
-        assert precision_of(config(device="cuda")).startswith(
+        assert machine(device="cuda").autocast == ("bfloat16" if native else "none")
+        assert shown(device="cuda").startswith(
             f"computes in {'bfloat16' if native else 'float32'} with float32 weights"
         )
-    assert autocast_of(config(device="cuda", autocast="none")) == "none"
-    assert autocast_of(config(device="cuda", dtype="bfloat16")) == "none"
-    assert "model.autocast=none" in precision_of(config(device="cuda", autocast="none"))
+    assert machine(device="cuda", autocast="none").autocast == "none"
+    assert machine(device="cuda", dtype="bfloat16").autocast == "none"
+    assert "model.autocast=none" in shown(device="cuda", autocast="none")
 
 
 def test_a_gpu_has_exact_float32_and_no_plans_for_attention(monkeypatch):
@@ -270,12 +273,14 @@ def test_a_gpu_has_exact_float32_and_no_plans_for_attention(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
-    set_up_torch(load_config(None, {"model.path": "M", "model.device": "cuda"}))
+    config = load_config(None, {"model.path": "M", "model.device": "cuda"})
+    set_up_torch(config, Machine.of(config))
     assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     try:
-        set_up_torch(load_config(None, {"model.path": "M", "model.device": "cuda", "deterministic": True}))
+        config = load_config(None, {"model.path": "M", "model.device": "cuda", "deterministic": True})
+        set_up_torch(config, Machine.of(config))
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
@@ -302,7 +307,7 @@ def test_template_args_reach_every_rendering(model_dir, tmp_path, tokenizer):
     env.template_args = args
     renderers = [
         made.rollout._renderer,
-        dataset_renderer(config, silent, [answered], ()),
+        dataset_renderer(Setup.of(config, tokenizer=silent), [answered], ()),
         Rollout(env, None)._renderer,
     ]
     for renderer in renderers:
@@ -326,7 +331,7 @@ def test_demonstrations_show_the_tools_that_episodes_show(tokenizer, shown, desc
     keys = {"model.path": "m", "data.path": "d", "env.name": "tool", "env.describe_tools": described}
     config = load_config(overrides={**keys, "env.tools": ["calculator", "python"]})
     env = ToolMDPEnv(ROWS, template, [Vowels()], tools=["calculator", "python"], describe_tools=described)
-    prompt = dataset_renderer(config, template, [answered], ()).first(question)
+    prompt = dataset_renderer(Setup.of(config, tokenizer=template), [answered], ()).first(question)
     assert prompt == Rollout(env, None)._renderer.first(question)
     assert ("calculator" in template.decode(prompt)) == described
     env.close()
@@ -608,7 +613,7 @@ def test_an_engine_that_is_no_server_is_made_from_the_model(model, tokenizer, mo
     config = load_config(overrides=[f"model.path={model_dir}", "inference.name=elsewhere"])
     check_engine(config)
     assert server_urls(config) == []
-    assert isinstance(build_client(config, model, tokenizer), Elsewhere)
+    assert isinstance(build_client(Setup.of(config, tokenizer=tokenizer), model), Elsewhere)
 
 
 def test_a_server_with_an_unknown_name_is_refused(model_dir, monkeypatch):

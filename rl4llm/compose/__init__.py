@@ -4,7 +4,7 @@ from rl4llm.core.registry import lazy
 
 _HOMES = {
     "Given": "rl4llm.compose.tables",
-    "build_algorithm": "rl4llm.compose.choices",
+    "build_algorithm": "rl4llm.compose.setup",
     "build_model": "rl4llm.compose.models",
     "build_trainer": "rl4llm.compose.trainer",
     "check_config": "rl4llm.compose.choices",

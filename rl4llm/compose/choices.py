@@ -9,33 +9,25 @@ from typing import Any, TypeVar
 import torch
 
 from rl4llm import TESTED_TORCH
-from rl4llm.algorithms import ALGORITHMS
 from rl4llm.backends.model_files import check_weights
 from rl4llm.compose.data import GENERATED
 from rl4llm.compose.engines import check_adapter_alone, check_engine, check_sync
 from rl4llm.compose.environments import EnvKeys, check_env_options, weighed
-from rl4llm.compose.models import check_backend, demand_device, device_of
+from rl4llm.compose.models import check_backend
+from rl4llm.compose.setup import build_algorithm, demand_device, device_of
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, by_part
 from rl4llm.config.keys import TrainingConfig
-from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
+from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.errors import ConfigError, RL4LLMError
 from rl4llm.core.registry import from_extension
-from rl4llm.core.schema import check_values, with_options
+from rl4llm.core.schema import check_values
 from rl4llm.data.read import check_source
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import check_reward
 from rl4llm.runs.run_dir import RunDir
 
 T = TypeVar("T")
-
-
-def build_algorithm(config: Config) -> BaseAlgorithm:
-    """Make the algorithm with its options; raise ConfigError for unknown or impossible ones."""
-    options = dict(config.algorithm)
-    algorithm = with_options("algorithm", ALGORITHMS[options.pop("name")], options)
-    algorithm.check(config.rollout.group_size)
-    return algorithm
 
 
 def check_config(config: Config, *, here: bool) -> None:

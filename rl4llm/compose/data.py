@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl4llm.compose.environments import environment_of, make_prompts
-from rl4llm.compose.models import all_ranks
-from rl4llm.compose.tables import Given
+from rl4llm.compose.environments import make_prompts
+from rl4llm.compose.setup import Setup
 from rl4llm.config import Config, by_part
-from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError, SpecialTokenError, TemplateError
 from rl4llm.core.registry import Registry, load
@@ -41,18 +39,19 @@ CHARACTERS = 4
 """Of a token, about, to compare texts and images."""
 
 
-def training_rows(config: Config, given: Given, learns_from: LearnsFrom) -> Any:
+def training_rows(setup: Setup) -> Any:
     """Load the training rows: those given, those of `data.path`, or those of the environment."""
-    data = config.data
-    source = data.path if given.dataset is None else given.dataset
-    rows = _load(config, given, source, data.split, data.limit, learns_from)
-    if learns_from == "labels":
+    data = setup.config.data
+    source = data.path if setup.given.dataset is None else setup.given.dataset
+    rows = _load(setup, source, data.split, data.limit)
+    if setup.needs.learns_from == "labels":
         load("rl4llm.data.answers:check_labels")(rows, data.limit)
     return rows
 
 
-def held_out_rows(config: Config, given: Given, learns_from: LearnsFrom = "episodes") -> Any:
+def held_out_rows(setup: Setup) -> Any:
     """Load the rows for evaluation; return None if nothing is to be evaluated."""
+    config, given = setup.config, setup.given
     if config.eval.every == 0:
         return None
     if given.eval_dataset is not None:
@@ -67,22 +66,22 @@ def held_out_rows(config: Config, given: Given, learns_from: LearnsFrom = "episo
             f"eval: data.path={source!r} is one file without splits, so the held-out set would be the training set. "
             "Set eval.path to other prompts, or eval.every=0 to turn evaluation off."
         )
-    return rows_to_measure(config, given, source, learns_from)
+    return rows_to_measure(setup, source)
 
 
-def rows_to_measure(config: Config, given: Given, source: Any, learns_from: LearnsFrom) -> Any:
+def rows_to_measure(setup: Setup, source: Any) -> Any:
     """Load the rows of a data set as those for evaluation."""
-    return _load(config, given, source, config.eval.split, config.eval.limit, learns_from)
+    return _load(setup, source, setup.config.eval.split, setup.config.eval.limit)
 
 
-def _generator(config: Config, given: Given, source: Any) -> Callable[..., Any] | None:
+def _generator(setup: Setup, source: Any) -> Callable[..., Any] | None:
     """Return what generates the rows: the environment, which then accepts no others, or a built-in task; else None."""
-    bring = environment_of(config, given).prompts
+    bring = setup.env_class.prompts
     if bring is not None and source is None:
-        return partial(make_prompts, environment_of(config, given), config.env)
+        return partial(make_prompts, setup.env_class, setup.config.env)
     if bring is not None:
         raise ConfigError(
-            f"{source!r:.100} is not accepted as data with the environment {environment_of(config, given).__name__}, which "
+            f"{source!r:.100} is not accepted as data with the environment {setup.env_class.__name__}, which "
             "has its own prompts. Remove data.path and eval.path."
         )
     if source is None:
@@ -92,15 +91,9 @@ def _generator(config: Config, given: Given, source: Any) -> Callable[..., Any] 
     return GENERATED[source] if isinstance(source, str) and source in GENERATED else None
 
 
-def _load(
-    config: Config,
-    given: Given,
-    source: Any,
-    split: str,
-    limit: int | None,
-    learns_from: LearnsFrom = "episodes",
-) -> Any:
-    generate = _generator(config, given, source)
+def _load(setup: Setup, source: Any, split: str, limit: int | None) -> Any:
+    config, learns_from = setup.config, setup.needs.learns_from
+    generate = _generator(setup, source)
     if generate is not None:
         if learns_from != "episodes":
             where = "The data of the environment" if source is None else f"data.path={source!r}"
@@ -108,7 +101,7 @@ def _load(
                 f"{where} is a generated task for episodes, but algorithm.name={config.algorithm['name']!r} "
                 f"learns from {learns_from}. Set data.path to a dataset of {learns_from}."
             )
-        _check_texts_of(config, given)
+        _check_texts_of(setup)
         return generate(split, limit)
     data = config.data
     return load_rows(
@@ -126,20 +119,20 @@ def _load(
     )
 
 
-def _check_texts_of(config: Config, given: Given) -> None:
+def _check_texts_of(setup: Setup) -> None:
     """Raise ConfigError for keys that change the texts of a dataset, which generated prompts would ignore."""
     for name in ("system_prompt", "prompt_template"):
-        if getattr(config.data, name) is not None:
-            bring = environment_of(config, given).prompts
+        if getattr(setup.config.data, name) is not None:
+            bring = setup.env_class.prompts
             own = bring is not None and name in accepted_options(bring)
             raise ConfigError(
                 f"data.{name} has no effect on generated prompts. Next step: {f'set env.{name}' if own else 'remove it'}."
             )
 
 
-def prompt_stream(config: Config, dataset: Any) -> PromptStream:
+def prompt_stream(setup: Setup, dataset: Any) -> PromptStream:
     """Make the order in which this process plays its share of the prompts."""
-    ranks = all_ranks(config)
+    config, ranks = setup.config, setup.machine.ranks
     return PromptStream(
         len(dataset),
         config.rollout.prompts,
@@ -150,21 +143,22 @@ def prompt_stream(config: Config, dataset: Any) -> PromptStream:
     )
 
 
-def prompts_of(config: Config, datasets: Mapping[str, Any]) -> PromptStream | MixedPrompts:
+def prompts_of(setup: Setup, datasets: Mapping[str, Any]) -> PromptStream | MixedPrompts:
     """Make the order in which this process plays its share of the prompts: of the environments, by name, or the only one."""
+    config = setup.config
     if config.parts:
-        return _mixed_prompts(config, datasets, config.curriculum)
+        return _mixed_prompts(setup, datasets, config.curriculum)
     if config.curriculum is None:
-        return prompt_stream(config, datasets[""])
+        return prompt_stream(setup, datasets[""])
     pools = load("rl4llm.data.mixture:pools")(datasets[""], config.curriculum)
-    return _mixed_prompts(config, pools, LEAST, pools)
+    return _mixed_prompts(setup, pools, LEAST, pools)
 
 
 def _mixed_prompts(
-    config: Config, datasets: Mapping[str, Any], least: Any, rows: Mapping[str, Sequence[int]] | None = None
+    setup: Setup, datasets: Mapping[str, Any], least: Any, rows: Mapping[str, Sequence[int]] | None = None
 ) -> MixedPrompts:
     """Make the order over several datasets, or over pools of one, which `rows` then lists; a pool weighs as its size."""
-    ranks, parts = all_ranks(config), by_part(config)
+    config, ranks, parts = setup.config, setup.machine.ranks, by_part(setup.config)
     streams, weights = {}, {}
     for name, dataset in datasets.items():
         own = "" if rows else name
@@ -187,14 +181,14 @@ def fit_datasets(
     held_out: BaseMDPEnv | None,
     renderer: Renderer,
     context_length: int,
-    config: Config,
+    setup: Setup,
     prefix: str,
 ) -> list[str]:
     """Keep the rows of environments whose prompts leave room for an answer; return warnings that begin with `prefix`.
 
     They count the rows that were left out, and the held-out prompts that are also in the training data.
     """
-    warnings = []
+    config, warnings = setup.config, []
     if held_out:
         overlap_warnings = load("rl4llm.data.overlap:overlap_warnings")
         warnings += overlap_warnings(env.dataset, held_out.dataset, f"{prefix}eval")
@@ -208,17 +202,18 @@ def fit_datasets(
             f"{prefix}rollout.max_tokens={config.rollout.max_tokens} does not fit into the context of the model, "
             f"{context_length} tokens with the prompt: a turn ends where the context does. Set it lower."
         )
-    return warnings + ([] if prefix else few_rows(config, env.dataset))
+    return warnings + ([] if prefix else few_rows(setup, env.dataset))
 
 
-def few_rows(config: Config, rows: Any) -> list[str]:
+def few_rows(setup: Setup, rows: Any) -> list[str]:
     """Return a warning if a step trains on more prompts than there are rows."""
-    asked = config.rollout.prompts * (ranks := all_ranks(config).size)
+    prompts, ranks = setup.config.rollout.prompts, setup.machine.ranks.size
+    asked = prompts * ranks
     if len(rows) >= asked:
         return []
     on = f" on each of {ranks} ranks" if ranks > 1 else ""
     return [
-        f"data has {len(rows)} rows, but a step takes {asked} (rollout.prompts={config.rollout.prompts}{on}): some are in "
+        f"data has {len(rows)} rows, but a step takes {asked} (rollout.prompts={prompts}{on}): some are in "
         "a step twice. Set rollout.prompts lower, or use more data."
     ]
 

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import torch
 
 from rl4llm.backends.models import empty_model
-from rl4llm.compose.models import all_ranks, autocast_of, vision_of
+from rl4llm.compose.models import vision_of
+from rl4llm.compose.setup import Setup
 from rl4llm.compose.tables import ENGINES, PUBLISHERS
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import Needs
@@ -30,28 +31,26 @@ from rl4llm.tracking.run import RunTracker
 NAMED_WITHIN_S = 10.0
 
 
-def build_client(config: Config, model: Any, tokenizer: Any) -> BaseClient:
+def build_client(setup: Setup, model: Any) -> BaseClient:
     """Make the engine: the embedded one, which shares the model's tensors, or a fleet of one or more servers."""
-    options = dict(config.inference)
+    config, options = setup.config, dict(setup.config.inference)
     engine = ENGINES[options.pop("name")]
     if engine.is_server:
-        return from_extension("fleet", "inference.name")(config, engine, model, tokenizer)
-    fixed = {"deterministic": config.deterministic, "autocast": autocast_of(config)}
-    return with_options("inference", engine, options, model, tokenizer, **fixed)
+        return from_extension("fleet", "inference.name")(config, engine, model, setup.tokenizer)
+    fixed = {"deterministic": config.deterministic, "autocast": setup.machine.autocast}
+    return with_options("inference", engine, options, model, setup.tokenizer, **fixed)
 
 
-def free_device(config: Config, given: Any, tokenizer: Any) -> None:
+def free_device(setup: Setup) -> None:
     """Have servers that share the trainer's device (inference.cohost) free it, before a model of the trainer takes it."""
+    config, given, ranks = setup.config, setup.given.model, setup.machine.ranks
     if not config.inference.get("cohost"):
         return
-    ranks = all_ranks(config)
 
     def free() -> None:
         if ranks.is_first:
             model = empty_model(config.model.path) if given is None else given
-            from_extension("free_device", "inference.cohost")(
-                build_client(config, model, tokenizer), server_urls(config)
-            )
+            from_extension("free_device", "inference.cohost")(build_client(setup, model), server_urls(config))
 
     elsewhere = EngineError("The server did not free the device. See the error of rank 0.")
     ranks.agree(free, (RL4LLMError,), elsewhere)
@@ -119,10 +118,9 @@ def _unknown_name(host: str | None) -> str | None:
 
 
 def build_publisher(
-    config: Config,
+    setup: Setup,
     client: BaseClient,
     run: RunDir,
-    tokenizer: Any,
     tracker: RunTracker,
     others: Sequence[BaseBackend] = (),
 ) -> BasePublisher:
@@ -130,16 +128,16 @@ def build_publisher(
 
     `others` are models on the device beside the one that is published.
     """
-    sync, urls = config.sync, server_urls(config)
+    config, sync, urls = setup.config, setup.config.sync, server_urls(setup.config)
 
     @functools.cache
     def store() -> Any:
         return from_extension("weight_store", "sync")(
-            sync, run.weights_dir, urls, getattr(torch, computed_in(config)), tracker.note
+            sync, run.weights_dir, urls, getattr(torch, setup.machine.computed), tracker.note
         )
 
     def make(name: str) -> BasePublisher:
-        return PUBLISHERS[name](client, store, tokenizer)
+        return PUBLISHERS[name](client, store, setup.tokenizer)
 
     if config.inference.get("cohost"):
         publisher = from_extension("cohost_publisher", "inference.cohost")(client, make("filesystem"), others)
@@ -152,18 +150,12 @@ def build_publisher(
     return from_extension("claiming_publisher", "inference.url")(publisher, urls) if urls else publisher
 
 
-def build_canary(config: Config, client: BaseClient) -> Canary:
+def build_canary(setup: Setup, client: BaseClient) -> Canary:
     """Make the check that engines hold the trainer's weights, as exact as the trainer's dtype allows."""
-    vision = vision_of(config)
+    vision = vision_of(setup.config)
     image = load("rl4llm.sync.canary_image:CanaryImage")(vision) if vision else None
-    exact = config.sync.tolerance or 0.0
-    return Canary(client.vocab_size, dtype=computed_in(config), tolerance=exact, image=image)
-
-
-def computed_in(config: Config) -> str:
-    """Return the dtype of the trainer's matrix products."""
-    autocast = autocast_of(config)
-    return config.model.dtype if autocast == "none" else autocast
+    exact = setup.config.sync.tolerance or 0.0
+    return Canary(client.vocab_size, dtype=setup.machine.computed, tolerance=exact, image=image)
 
 
 def check_sync(config: Config, needs: Needs) -> None:
@@ -229,12 +221,13 @@ def _check_features(config: Config, engine: type[BaseClient]) -> None:
         )
 
 
-def check_parts(config: Config, backend: BaseBackend) -> None:
+def check_parts(setup: Setup, backend: BaseBackend) -> None:
     """Raise ConfigError for publishers without files if each rank holds a part of the weights.
 
     A server that comes back gets its weights at any time, when the other ranks do not take part in gathering them.
     """
-    if backend.whole or all_ranks(config).size == 1:
+    config = setup.config
+    if backend.whole or setup.machine.ranks.size == 1:
         return
     for key, name in (("sync.name", config.sync.name), ("sync.fallback", config.sync.fallback)):
         if name in ("tensor", "distributed"):

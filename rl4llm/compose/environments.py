@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
-from rl4llm.compose.models import all_ranks, device_of, vision_of
-from rl4llm.compose.tables import Given
+from rl4llm.compose.models import vision_of
+from rl4llm.compose.setup import Setup
 from rl4llm.config import Config
 from rl4llm.config.keys import RolloutConfig
-from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_opponent import OPPONENTS
 from rl4llm.core.base_reward import needs_ground_truth
@@ -53,34 +52,30 @@ FIXED = (
 THE_POLICY = "policy"
 
 
-def environment_of(config: Config, given: Given) -> type[BaseMDPEnv]:
-    """Return the class of the environment: the one given, that of `env.name`, or the stand-in if hosts run it."""
-    return given.hosted or given.env_class or ENVIRONMENTS[config.env["name"]]
-
-
-def with_hosts(config: Config, given: Given, algorithm: BaseAlgorithm) -> Given:
-    """Ask the hosts of `env.remote`, if set, for the environment; return `given` with its stand-in."""
-    if not config.env.get("remote") or algorithm.needs().learns_from != "episodes":
-        return given
+def with_hosts(setup: Setup) -> Setup:
+    """Ask the hosts of `env.remote`, if set, for the environment; return a setup with its stand-in."""
+    config, given = setup.config, setup.given
+    if not config.env.get("remote") or setup.needs.learns_from != "episodes":
+        return setup
     for what, item in (("reward_functions", given.reward_functions), ("env", given.env_class)):
         if item is not None:
             raise ConfigError(
                 f"{what} given as Python objects cannot be sent to env.remote={config.env['remote']}. "
                 "Use registered names instead."
             )
-    return replace(given, hosted=from_extension("hosted_environment", "env.remote")(config.env))
+    hosted = from_extension("hosted_environment", "env.remote")(config.env)
+    return replace(setup, given=replace(given, hosted=hosted))
 
 
 def build_env(
-    config: Config,
-    given: Given,
+    setup: Setup,
     dataset: Any,
-    tokenizer: Any,
     rewards: Sequence[BaseRewardFunction],
     transform: Any,
     provided: Mapping[str, Any],
 ) -> BaseMDPEnv:
     """Make the environment with its options, and with those `provided` objects that it has a parameter for."""
+    config, tokenizer, ranks = setup.config, setup.tokenizer, setup.machine.ranks
     _demand_ground_truth(dataset, rewards)
     dataset = readable_rows(dataset, rewards, skip=config.data.bad_rows == "skip")
     fixed = {
@@ -89,17 +84,16 @@ def build_env(
         "reward_functions": rewards,
         "batch_size": config.rollout.prompts,
         "group_size": config.rollout.group_size,
-        "rank": all_ranks(config).rank,
-        "world_size": all_ranks(config).size,
+        "rank": ranks.rank,
+        "world_size": ranks.size,
         "seed": config.seed,
         "shuffle_dataset": config.data.shuffle,
         "reward_transform_fn": transform,
     }
-    own = environment_of(config, given), config.env, provided
-    hosted = given.hosted and partial(given.hosted, opponents=provided.get("opponents"))
-    env = (
-        _rendered_by(hosted(**fixed), config.env) if hosted else make_env(*own, **fixed)
-    )  # hosts have its options
+    if hosted := setup.given.hosted:  # hosts have its options
+        env = _rendered_by(hosted(opponents=provided.get("opponents"), **fixed), config.env)
+    else:
+        env = make_env(setup.env_class, config.env, provided, **fixed)
     env.special_tokens, env.vision = config.data.special_tokens, vision_of(config)
     env.pool_column = config.curriculum if isinstance(config.curriculum, str) else None
     if not env.tool_schemas and (example := example_of_calls(dataset, tokenizer, env.template_args)):
@@ -114,15 +108,13 @@ def _rendered_by(env: BaseMDPEnv, options: Mapping[str, Any]) -> BaseMDPEnv:
     return env
 
 
-def unset_notes(config: Config, given: Given, env: BaseMDPEnv, chosen: frozenset[str]) -> Iterator[str]:
-    """Yield lines that name the rewards which an environment defines and the length of turns, unless the user chose them.
-
-    `chosen` are the keys of the run that the user has set.
-    """
-    if config.rewards is None and given.reward_functions is None:
+def unset_notes(setup: Setup, env: BaseMDPEnv) -> Iterator[str]:
+    """Yield lines that name the rewards which an environment defines and the length of turns, unless the user chose them."""
+    config = setup.config
+    if config.rewards is None and setup.given.reward_functions is None:
         names = ", ".join(reward.name for reward in env.reward_functions)
         yield f"rewards is not set: {names or 'only the rewards of turns count'}, as {type(env).__name__} defines"
-    limit = config.rollout.max_tokens
+    limit, chosen = config.rollout.max_tokens, config.given
     if limit == RolloutConfig.max_tokens and not any(key.endswith("rollout.max_tokens") for key in chosen):
         yield f"rollout.max_tokens is not set: a turn is cut off after {limit} tokens"
 
@@ -212,15 +204,19 @@ def _faulty_rows(rows: Any, rewards: Sequence[BaseRewardFunction]) -> dict[int, 
 
 
 def build_rewards(
-    config: Config, given: Given, provided: Mapping[str, Any], tokenizer: Any, row: Mapping[str, Any]
+    setup: Setup, provided: Mapping[str, Any], row: Mapping[str, Any]
 ) -> tuple[list[BaseRewardFunction], Any]:
     """Make the rewards of a run, and the function that combines them; None if there is only one."""
+    config, given = setup.config, setup.given
     if given.reward_functions is not None:
         return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
-    named = environment_of(config, given).default_rewards if config.rewards is None else config.rewards
+    named = setup.env_class.default_rewards if config.rewards is None else config.rewards
     specs, factors = zip(*(weighed(item) for item in named), strict=True) if named else ((), ())
-    hosted = given.hosted
-    made = hosted.rewards(specs, tokenizer, row, config.seed) if hosted else make_rewards(specs, provided)
+    made = (
+        given.hosted.rewards(specs, setup.tokenizer, row, config.seed)
+        if given.hosted
+        else make_rewards(specs, provided)
+    )
     # Rewards per turn are added to the result of the transform, which combines the terminal rewards.
     pairs = list(zip(made, factors, strict=True))
     scaled = "rl4llm.rewards.wrappers:Scale"
@@ -329,22 +325,22 @@ def make_prompts(
     return cast(Sequence[Mapping[str, Any]], rows)
 
 
-def build_opponents(config: Config, given: Given) -> Any:
+def build_opponents(setup: Setup) -> Any:
     """Make the opponent of each role; return None if the configuration names none, so that the environment's own play.
 
     The environment refuses anything but a mapping of roles to opponents.
     """
-    chosen = config.env.get("opponents")
-    if chosen is None or "opponents" not in accepted_options(environment_of(config, given)):
+    chosen = setup.config.env.get("opponents")
+    if chosen is None or "opponents" not in accepted_options(setup.env_class):
         return None
     if not isinstance(chosen, Mapping):
         return chosen
     return {
-        role: _opponent(config, role, item) for role, item in chosen.items() if item not in (None, THE_POLICY)
+        role: _opponent(setup, role, item) for role, item in chosen.items() if item not in (None, THE_POLICY)
     }
 
 
-def _opponent(config: Config, role: str, item: Any) -> Any:
+def _opponent(setup: Setup, role: str, item: Any) -> Any:
     if not isinstance(item, str | Mapping):
         return item
     options = {"name": item} if isinstance(item, str) else {"name": "server", **item}
@@ -352,7 +348,7 @@ def _opponent(config: Config, role: str, item: Any) -> Any:
     made = OPPONENTS[name]
     if name not in OPPONENTS and not isinstance(made, type):
         return made  # a function of the messages
-    ours = {"dtype": config.model.dtype, "device": device_of(config)}
+    ours = {"dtype": setup.machine.dtype, "device": setup.machine.device}
     fixed = {name: value for name, value in ours.items() if name in accepted_options(made)}
     return with_options(f"env.opponents.{role}", made, options, **fixed)
 
@@ -379,9 +375,9 @@ class Provided(Mapping[str, Any]):
         return len(self._make)
 
 
-def provided_by(config: Config, given: Given, sandbox: Callable[[], Any]) -> Provided:
+def provided_by(setup: Setup, sandbox: Callable[[], Any]) -> Provided:
     """Offer the sandbox, which all environments of a run share, and the opponents of one environment."""
-    return Provided({"sandbox": sandbox, "opponents": lambda: build_opponents(config, given)})
+    return Provided({"sandbox": sandbox, "opponents": lambda: build_opponents(setup)})
 
 
 def build_sandbox(config: Config) -> Any:

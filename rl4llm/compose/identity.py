@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from rl4llm.compose.models import all_ranks, autocast_of
+from rl4llm.compose.setup import Machine
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, LaunchConfig, as_written, flatten, to_yaml, variables_of
 from rl4llm.core.errors import ConfigError, RL4LLMError, RunDirError
@@ -23,14 +23,14 @@ MAY_CHANGE = (
 """Keys that a resumed run may change without becoming another run."""
 
 
-def planned_run(config: Config, given_identity: Mapping[str, Any], force: bool) -> RunDir:
+def planned_run(config: Config, machine: Machine, given_identity: Mapping[str, Any], force: bool) -> RunDir:
     """Plan the run's directory, which the first rank will lock; raise on every rank if this run cannot use it."""
-    ranks, problem = all_ranks(config), None
+    ranks, problem = machine.ranks, None
     run = RunDir(config.output.dir)
     if ranks.is_first:
         fixed, changeable = fixed_and_changeable(config)
         identity = fixed | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
-        identity["model.autocast"] = autocast_of(config)  # another machine must not change it
+        identity["model.autocast"] = machine.autocast  # another machine must not change it
         # Hashes of the environment variables that the configuration reads, except those of secrets.
         read = {name: os.environ.get(name, "") for name, secret in variables_of(config).items() if not secret}
         variables = {f"environment.{name}": xxhash.xxh32_hexdigest(read[name].encode()) for name in read}

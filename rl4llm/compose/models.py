@@ -3,96 +3,25 @@
 from __future__ import annotations
 
 import copy
-import os
-import re
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rl4llm.backends.models import load_model, load_tokenizer
-from rl4llm.compose.tables import BACKENDS
+from rl4llm.compose.setup import Machine, Setup, device_of, set_up_torch
+from rl4llm.compose.tables import BACKENDS, Given
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import BaseBackend, TokenScorer
 from rl4llm.core.errors import ConfigError, ModelError
 from rl4llm.core.registry import load
 from rl4llm.core.schema import check_options, with_options
-from rl4llm.runtime.cpu import keep_freed_memory, multiplies_bfloat16
 from rl4llm.runtime.ranks import Ranks, join_ranks
 
 if TYPE_CHECKING:
     from rl4llm.data.vision import Vision
 
 CRITIC_RATE = 10  # of the policy's learning rate: a critic learns from every token, and its head from nothing
-ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # what a user has set stays
-
-
-def all_ranks(config: Config) -> Ranks:
-    """Return the processes that train together; they are joined on the first call."""
-    return join_ranks(config.timeout_s)
-
-
-def set_up_torch(config: Config) -> None:
-    """Set threads, determinism and seed of this process, before a model is made."""
-    demand_device(device_of(config))
-    if device_of(config) == "cpu":
-        keep_freed_memory()
-        # Without it DeepSpeed guesses the accelerator and prints its guess.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    else:
-        _set_up_gpu(config)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    torch.use_deterministic_algorithms(config.deterministic)
-    torch.manual_seed(config.seed)
-
-
-def _set_up_gpu(config: Config) -> None:
-    """Set the kernels and the allocator of a GPU; prepare cuBLAS for the deterministic mode.
-
-    A device with a number becomes the current one, for calls that name none.
-    """
-    from rl4llm.runtime.gpus import use_exact_kernels  # noqa: PLC0415 - only on a GPU
-
-    use_exact_kernels()
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
-    if "tensor" not in (config.sync.name, config.sync.fallback) and not ALLOCATOR & os.environ.keys():
-        # Batches have other shapes in each step, which would fragment the memory. Set here and not in the environment, which
-        # servers inherit; and not for CUDA IPC, since importing such memory takes the right to trace this process.
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    device = torch.device(device_of(config))
-    if device.index is not None:
-        torch.cuda.set_device(device)
-
-
-def device_of(config: Config) -> str:
-    """Return the device of the models; "auto" uses a GPU if there is one."""
-    if config.model.device != "auto":
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", config.model.device):
-            raise ConfigError(
-                f"model.device={config.model.device!r} is not accepted. Accepted: auto, cpu, cuda or cuda:1."
-            )
-        return config.model.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def autocast_of(config: Config) -> str:
-    """Return the dtype of matrix products, "none" for that of the weights; "auto" is bfloat16 where it is faster.
-
-    A GPU that only a plan knows multiplies in bfloat16.
-    """
-    if config.model.autocast != "auto":
-        return config.model.autocast
-    planned = not torch.cuda.is_available()
-    faster = (
-        multiplies_bfloat16()
-        if device_of(config) == "cpu"
-        else planned or torch.cuda.is_bf16_supported(including_emulation=False)
-    )
-    return "bfloat16" if faster and config.model.dtype == "float32" else "none"
 
 
 def vision_of(config: Config) -> Vision | None:
@@ -109,21 +38,11 @@ def _vision(path: str, directory: str) -> Any:
     return load("rl4llm.data.vision:Vision")(path, store)
 
 
-def demand_device(name: str) -> None:
-    """Raise ConfigError for a GPU that this machine does not have."""
-    device, gpus = torch.device(name), torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise ConfigError(
-            f"model.device={name!r} is not available: torch {torch.__version__} finds {gpus} GPU(s). Next: use "
-            "model.device=auto, or install a CUDA build of torch. To plan for another machine, use "
-            "`rl4llm plan --device-memory`."
-        )
-
-
-def build_policy(config: Config, algorithm: BaseAlgorithm, given: Any) -> BaseBackend:
+def build_policy(setup: Setup) -> BaseBackend:
     """Make the model that trains: the policy, or a reward or value model."""
-    values, lora = algorithm.needs().value_head, config.model.lora
-    model = _model_to_place(config, given, values=values)
+    config, needs, given = setup.config, setup.needs, setup.given.model
+    values, lora = needs.value_head, config.model.lora
+    model = _model_to_place(setup, given, values=values)
     adapter = value_head = None
     if values:
         from rl4llm.backends.classifier import check_classifier, load_value_head  # noqa: PLC0415 - few runs need it
@@ -141,31 +60,30 @@ def build_policy(config: Config, algorithm: BaseAlgorithm, given: Any) -> BaseBa
             f"None of the parameters of {config.model.path} trains: requires_grad is False for all. Next: set it with "
             "model.requires_grad_(True), or set model.lora.rank to train an adapter."
         )
-    critic = algorithm.needs().critic
-    steps = config.max_steps - (critic.warmup_steps if critic else 0)  # in which the policy learns
+    steps = config.max_steps - (
+        needs.critic.warmup_steps if needs.critic else 0
+    )  # in which the policy learns
     options = _optimizer(config, config.training.epochs, steps)
-    return _on_backend(config, model, adapter=adapter, value_head=value_head, **options)
+    return _on_backend(setup, model, adapter=adapter, value_head=value_head, **options)
 
 
-def build_critic(config: Config, algorithm: BaseAlgorithm, start: Any) -> BaseBackend | None:
+def build_critic(setup: Setup, start: Any) -> BaseBackend | None:
     """Make the value model, with a separate optimizer; return None if the algorithm needs none."""
-    critic = algorithm.needs().critic
+    config, critic = setup.config, setup.needs.critic
     if critic is None:
         return None
     from rl4llm.backends.classifier import load_value_head  # noqa: PLC0415 - few runs need it
 
     path = critic.path or (None if start is not None else config.model.path)
-    model = _model_to_place(config, copy.deepcopy(start) if path is None else None, path, values=True)
+    model = _model_to_place(setup, copy.deepcopy(start) if path is None else None, path, values=True)
     options = _optimizer(config, critic.epochs, config.max_steps)
     options["lr"] = CRITIC_RATE * config.training.lr if critic.lr is None else critic.lr
-    return _on_backend(config, model, value_head=load_value_head(path, model), **options)
+    return _on_backend(setup, model, value_head=load_value_head(path, model), **options)
 
 
-def build_reference(
-    config: Config, algorithm: BaseAlgorithm, policy: BaseBackend, start: Any, tokenizer: Any
-) -> TokenScorer | None:
+def build_reference(setup: Setup, policy: BaseBackend, start: Any) -> TokenScorer | None:
     """Make the reference model, which never trains; return None if the algorithm needs none."""
-    needs = algorithm.needs()
+    needs, tokenizer = setup.needs, setup.tokenizer
     if not needs.reference:
         return None
     if policy.adapter is not None and not needs.separate_reference(adapter=True):
@@ -173,22 +91,23 @@ def build_reference(
 
         return FrozenModel(policy, policy.adapter)
     if needs.reference_path is not None:
-        _check_same_tokens(tokenizer, needs.reference_path, config.model.pad_token)
-    model = _model_to_place(config, start if needs.reference_path is None else None, needs.reference_path)
+        _check_same_tokens(tokenizer, needs.reference_path, setup.config.model.pad_token)
+    model = _model_to_place(setup, start if needs.reference_path is None else None, needs.reference_path)
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         raise ConfigError(
             f"The model {needs.reference_path!r} has {model.get_input_embeddings().num_embeddings} tokens, but the "
             f"tokenizer has {len(tokenizer)}. Use a model with the same vocabulary."
         )
-    return _on_backend(config, model, trains=False)
+    return _on_backend(setup, model, trains=False)
 
 
 def build_model(config: Config, algorithm: BaseAlgorithm, name: str) -> BaseBackend:
     """Make one of the models that train, "model" or "critic", without a trainer."""
-    set_up_torch(config)
+    setup = Setup(config, Given(), Machine.of(config, join_ranks(config.timeout_s)), algorithm)
+    set_up_torch(config, setup.machine)
     if name != "critic":
-        return build_policy(config, algorithm, None)
-    critic = build_critic(config, algorithm, None)
+        return build_policy(setup)
+    critic = build_critic(setup, None)
     if critic is None:
         raise ConfigError(f"algorithm.name={config.algorithm['name']!r} has no critic.")
     return critic
@@ -222,23 +141,23 @@ def check_backend(config: Config, needs: Needs) -> None:
         backend.check_leaves(own, config.model.dtype, reference=reference and device_of(config) != "cpu")
 
 
-def _on_backend(config: Config, model: Any, **options: Any) -> BaseBackend:
+def _on_backend(setup: Setup, model: Any, **options: Any) -> BaseBackend:
     """Put a model on the configured backend."""
-    own = dict(config.backend)
+    own, machine = dict(setup.config.backend), setup.machine
     make = BACKENDS[own.pop("name")]
-    fixed = {"autocast": autocast_of(config), "ranks": all_ranks(config), "device": device_of(config)}
+    fixed = {"autocast": machine.autocast, "ranks": machine.ranks, "device": machine.device}
     return with_options("backend", make, own, model, **fixed, **options)
 
 
-def _model_to_place(config: Config, given: Any, path: str | None = None, *, values: bool = False) -> Any:
+def _model_to_place(setup: Setup, given: Any, path: str | None = None, *, values: bool = False) -> Any:
     """Load a causal LM for the backend, which moves it to the device itself if ranks shard its weights."""
-    ranks = all_ranks(config)
-    shares = BACKENDS[config.backend["name"]].shares_weights(ranks, config.backend)
-    return plain_model(config, given, path, shared_by=ranks if shares else None, values=values)
+    ranks, backend = setup.machine.ranks, setup.config.backend
+    shares = BACKENDS[backend["name"]].shares_weights(ranks, backend)
+    return plain_model(setup, given, path, shared_by=ranks if shares else None, values=values)
 
 
 def plain_model(
-    config: Config,
+    setup: Setup,
     given: Any,
     path: str | None = None,
     *,
@@ -246,11 +165,11 @@ def plain_model(
     values: bool = False,
 ) -> Any:
     """Load a causal LM without a backend: the one given, that of `path`, or that of the configuration; see `load_model`."""
-    vision = vision_of(config)
+    config, vision = setup.config, vision_of(setup.config)
     model = load_model(
         given if given is not None else path or config.model.path,
         dtype=config.model.dtype,
-        device=device_of(config),
+        device=setup.machine.device,
         gradient_checkpointing=config.model.gradient_checkpointing,
         shared_by=shared_by,
         values=values,

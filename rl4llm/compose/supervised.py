@@ -11,11 +11,10 @@ from typing import Any
 from rl4llm.compose.choices import warnings_of
 from rl4llm.compose.data import by_size, check_texts, few_rows, held_out_rows, prompt_stream, rows_to_measure
 from rl4llm.compose.environments import example_of_calls, make_env, make_rewards
-from rl4llm.compose.models import all_ranks, build_policy, build_reference, vision_of
-from rl4llm.compose.tables import Given
+from rl4llm.compose.models import build_policy, build_reference, vision_of
+from rl4llm.compose.setup import Setup
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of, warn
 from rl4llm.config import Config
-from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
@@ -48,26 +47,23 @@ READERS: dict[str, Callable[[Renderer, Mapping[str, Any], str], Group]] = {
 """Functions from a row of a dataset to a group, by what an algorithm learns from."""
 
 
-def build_supervised(
-    config: Config, given: Given, algorithm: BaseAlgorithm, tokenizer: Any, dataset: Any
-) -> Callable[[RunDir], DatasetTrainer]:
+def build_supervised(setup: Setup, dataset: Any) -> Callable[[RunDir], DatasetTrainer]:
     """Check and load what a run on `dataset` needs; return a function from its run directory to the trainer."""
-    needs = algorithm.needs()
-    _check_supervised(config, given, needs)
-    held_out = held_out_rows(config, given, needs.learns_from) or ()
-    read, fitting = dataset_reader(config, tokenizer, dataset, needs)
+    needs, given, tokenizer = setup.needs, setup.given, setup.tokenizer
+    _check_supervised(setup)
+    held_out = held_out_rows(setup) or ()
+    read, fitting = dataset_reader(setup, dataset)
     # The copy is made before training changes the policy's weights.
     start = copy.deepcopy(given.model) if needs.reference else None
-    backend = build_policy(config, algorithm, given.model)
+    backend = build_policy(setup)
     if needs.value_head:
-        backend.model.config.pad_token_id = (
-            tokenizer.pad_token_id
-        )  # by which others find the token that has the score
-    reference = build_reference(config, algorithm, backend, start, tokenizer)
+        # Others find the token that has the score by it.
+        backend.model.config.pad_token_id = tokenizer.pad_token_id
+    reference, ranks = build_reference(setup, backend, start), setup.machine.ranks
     prepared = partial(
-        Preparation, algorithm=algorithm, policy=backend, reference=reference, ranks=all_ranks(config)
+        Preparation, algorithm=setup.algorithm, policy=backend, reference=reference, ranks=ranks
     )
-    batching = batching_of(config, algorithm, tokenizer)
+    batching = batching_of(setup)
     context_length, _ = min(context_limits(backend.model.config))
     answered = needs.learns_from not in ANSWER_COLUMNS and not hold_text(dataset)
     overlap = overlap_warnings(dataset, held_out, "eval", answered=answered)
@@ -76,17 +72,16 @@ def build_supervised(
     )
     if needs.value_head:
         _check_last_token(read(kept[0], "0"), tokenizer)
-    prompts = prompt_stream(config, kept)
+    prompts = prompt_stream(setup, kept)
 
     def fitting_rows_of(source: Any) -> Any:
-        rows = rows_to_measure(config, given, source, needs.learns_from)
-        return fitting(rows, context_length, "eval")
+        return fitting(rows_to_measure(setup, source), context_length, "eval")
 
     def make(run: RunDir) -> DatasetTrainer:
-        tracker = tracker_of(config, run)
+        tracker = tracker_of(setup, run)
         lost = [*dropped(dataset, kept, "data"), *dropped(held_out, kept_out, "eval")]
-        warn(tracker, config, [*warnings_of(config, needs), *overlap, *lost])
-        warn(tracker, config, [*few_rows(config, kept), *backend.warnings()])
+        warn(tracker, setup, [*warnings_of(config, needs), *overlap, *lost])
+        warn(tracker, setup, [*few_rows(setup, kept), *backend.warnings()])
         return DatasetTrainer(
             dataset=kept,
             tokenizer=tokenizer,
@@ -97,14 +92,15 @@ def build_supervised(
             fitting=fitting_rows_of,
             measuring=prepared(batching=replace(batching, updates_per_rollout=1, epochs=1)),
             tracker=tracker,
-            **base_of(config, algorithm, backend, run, tracker),
+            **base_of(setup, backend, run, tracker),
         )
 
     return make
 
 
-def _check_supervised(config: Config, given: Given, needs: Needs) -> None:
+def _check_supervised(setup: Setup) -> None:
     """Raise ConfigError for options that make no sense if nothing is sampled."""
+    config, given, needs = setup.config, setup.given, setup.needs
     pools = ("curriculum", config.curriculum)
     for what, item in (("reward_functions", given.reward_functions), ("env", given.env_class), pools):
         if item is not None:
@@ -123,13 +119,14 @@ Fitting = Callable[[Any, int, str], Any]
 """(rows, tokens of the context, "data" or "eval") -> the rows that are trained on or measured."""
 
 
-def dataset_reader(config: Config, tokenizer: Any, dataset: Any, needs: Needs) -> tuple[Read, Fitting]:
+def dataset_reader(setup: Setup, dataset: Any) -> tuple[Read, Fitting]:
     """Return the function that reads a row of a dataset, and the one that checks and selects rows, or cuts texts."""
     if hold_text(dataset):
-        return text_group, partial(_chunks, config, tokenizer)
-    answers = ANSWER_COLUMNS.get(needs.learns_from, ())
-    renderer = dataset_renderer(config, tokenizer, dataset, answers)
-    read = partial(READERS[needs.learns_from], renderer)
+        return text_group, partial(_chunks, setup)
+    learns_from = setup.needs.learns_from
+    answers = ANSWER_COLUMNS.get(learns_from, ())
+    renderer = dataset_renderer(setup, dataset, answers)
+    read = partial(READERS[learns_from], renderer)
 
     def fitting(rows: Any, context_length: int, where: str) -> Any:
         if hold_text(rows):
@@ -137,16 +134,17 @@ def dataset_reader(config: Config, tokenizer: Any, dataset: Any, needs: Needs) -
                 f"{where}: the rows are texts without roles, but those of data are conversations."
             )
         check_texts(rows, partial(_texts, ("messages", *answers)), renderer, where)
-        return fitting_conversations(rows, read, config, needs, context_length, where)
+        return fitting_conversations(rows, read, setup, context_length, where)
 
     return read, fitting
 
 
-def _chunks(config: Config, tokenizer: Any, rows: Any, context_length: int, where: str) -> Any:
+def _chunks(setup: Setup, rows: Any, context_length: int, where: str) -> Any:
+    """Return the texts of rows, cut to the context."""
     if len(rows) and not hold_text(rows):
         raise DataError(f"{where}: the rows are conversations, but those of data are texts without roles.")
-    size = min(context_length, config.training.max_tokens_per_batch or context_length)
-    return Texts(tokenizer, config.data.special_tokens, size).chunks(rows)
+    size = min(context_length, setup.config.training.max_tokens_per_batch or context_length)
+    return Texts(setup.tokenizer, setup.config.data.special_tokens, size).chunks(rows)
 
 
 def _check_last_token(group: Group, tokenizer: Any) -> None:
@@ -163,9 +161,9 @@ def _texts(columns: Sequence[str], row: Mapping[str, Any]) -> list[list[ChatMess
     return [[ChatMessage.from_dict(message) for message in row[column]] for column in columns]
 
 
-def dataset_renderer(config: Config, tokenizer: Any, dataset: Any, answers: Sequence[str]) -> Renderer:
+def dataset_renderer(setup: Setup, dataset: Any, answers: Sequence[str]) -> Renderer:
     """Return a renderer for the conversations of a dataset, with answers in these columns or by default in `messages`."""
-    columns = answers or ("messages",)
+    config, tokenizer, columns = setup.config, setup.tokenizer, answers or ("messages",)
     roles = {message["role"] for row in dataset for column in columns for message in row[column]}
     between = tuple(sorted(roles - {"assistant", "system"}))
     schemas, call_example = _shown_tools(config, tokenizer, dataset)
@@ -196,15 +194,14 @@ def _shown_tools(config: Config, tokenizer: Any, dataset: Any) -> tuple[Any, str
         env.close()
 
 
-def fitting_conversations(
-    rows: Any, read: Read, config: Config, needs: Needs, context_length: int, where: str
-) -> Any:
+def fitting_conversations(rows: Any, read: Read, setup: Setup, context_length: int, where: str) -> Any:
     """Return the rows of a dataset that the template can render and that fit the context.
 
     Raises DataError for the first other row, with its place, unless data.bad_rows=skip. A row of each form is read, and all
     rows of a form whose first one is refused. Then the longest texts are read, until `PATIENCE` rows in a row fit.
     """
-    skip, columns = config.data.bad_rows == "skip", ("messages", *ANSWER_COLUMNS.get(needs.learns_from, ()))
+    skip = setup.config.data.bad_rows == "skip"
+    columns = ("messages", *ANSWER_COLUMNS.get(setup.needs.learns_from, ()))
     refused: dict[int, str] = {}
 
     def length(number: int) -> int | None:
@@ -218,7 +215,7 @@ def fitting_conversations(
 
     for numbers in by_form(rows, columns):
         next((number for number in numbers if length(number) is not None), None)
-    found = too_long(by_size(rows, columns, vision_of(config)), length, context_length, PATIENCE)
+    found = too_long(by_size(rows, columns, vision_of(setup.config)), length, context_length, PATIENCE)
     order = [number for number in range(len(rows)) if number not in refused]
     long = {new: found[old] for new, old in enumerate(order) if old in found}
     kept = usable_rows(rows, refused, skip=skip)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl4llm.backends.model_files import check_weights, refuse_adapted
 from rl4llm.backends.models import check_tokenizer, load_tokenizer
-from rl4llm.compose.choices import build_algorithm, check_choices, in_part, warnings_of
+from rl4llm.compose.choices import check_choices, in_part, warnings_of
 from rl4llm.compose.data import (
     fit_datasets,
     held_out_rows,
@@ -24,7 +24,6 @@ from rl4llm.compose.engines import (
     build_publisher,
     check_hosts,
     check_parts,
-    computed_in,
     free_device,
 )
 from rl4llm.compose.environments import (
@@ -40,20 +39,16 @@ from rl4llm.compose.environments import (
 )
 from rl4llm.compose.identity import given_identity, planned_run, refuse_hidden
 from rl4llm.compose.models import (
-    all_ranks,
-    autocast_of,
     build_critic,
     build_policy,
     build_reference,
-    device_of,
     plain_model,
-    set_up_torch,
     vision_of,
 )
+from rl4llm.compose.setup import Machine, Setup, set_up_torch
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, as_written, by_part, flatten
 from rl4llm.config.keys import SandboxConfig
-from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv
@@ -66,6 +61,7 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.stream import Staleness
 from rl4llm.rewards import check_examples
 from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime.ranks import join_ranks
 from rl4llm.runtime.runner import Runner
 from rl4llm.sync.inference import Inference
 from rl4llm.tracking.run import RunTracker
@@ -91,28 +87,27 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     Raises an RL4LLMError for a configuration, model or dataset that cannot work.
     """
     given = given or Given()
-    all_ranks(config)  # they have to connect first
-    set_up_torch(config)
-    algorithm = build_algorithm(config)
-    check_choices(config, given, algorithm.needs())
+    machine = Machine.of(config, join_ranks(config.timeout_s))
+    set_up_torch(config, machine)
+    setup = Setup.of(config, given, machine=machine)
+    check_choices(config, given, setup.needs)
     refuse_hidden(config)
     check_installed(_trackers(config))
     check_weights(config.model.path) if given.model is None else refuse_adapted(given.model)
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     check_tokenizer(tokenizer, given.model or config.model.path, given=given.tokenizer is not None)
-    learns_from = algorithm.needs().learns_from
+    setup = replace(setup, tokenizer=tokenizer)
     parts = {
-        name: (part, in_part(name, with_hosts, part, given, algorithm))
-        for name, part in by_part(config).items()
+        name: in_part(name, with_hosts, replace(setup, config=part)) for name, part in by_part(config).items()
     }
-    datasets = {name: in_part(name, training_rows, *part, learns_from) for name, part in parts.items()}
-    run = planned_run(config, given_identity(given, datasets.get("")), force)
+    datasets = {name: in_part(name, training_rows, part) for name, part in parts.items()}
+    run = planned_run(config, machine, given_identity(given, datasets.get("")), force)
     make: Callable[[RunDir], AnyTrainer]
-    if learns_from == "episodes":
+    if setup.needs.learns_from == "episodes":
         check_hosts(config)
-        make = _reinforced(config, given, algorithm, tokenizer, parts, datasets)
+        make = _reinforced(setup, parts, datasets)
     else:
-        make = load(SUPERVISED)(config, given, algorithm, tokenizer, datasets[""])
+        make = load(SUPERVISED)(setup, datasets[""])
     return make(run)
 
 
@@ -121,19 +116,19 @@ class Task:
     """An environment with its rewards and rows, and one for evaluation; `part` is its name if there are several."""
 
     part: str
-    config: Config
+    setup: Setup
     env: BaseMDPEnv
     held_out: BaseMDPEnv | None
     renderer: Renderer
 
     def rollout(self, **played: Any) -> Rollout:
-        own = self.config.rollout
+        own = self.setup.config.rollout
         options = {name: getattr(own, name) for name in ("max_tokens", "top_p", "top_k")}
         sampling = options | {"stop": tuple(own.stop)} if self.part else None
         return Rollout(self.env, renderer=self.renderer, part=self.part, sampling=sampling, **played)
 
     def measuring(self, held_out: BaseMDPEnv, **played: Any) -> Rollout:
-        own = self.config.rollout
+        own = self.setup.config.rollout
         sampling = {"max_tokens": own.max_tokens, "stop": tuple(own.stop)} if self.part else None
         return Rollout(held_out, renderer=self.renderer, part=self.part, sampling=sampling, **played)
 
@@ -143,44 +138,34 @@ class Task:
         warnings = []
         for env, where in ((self.env, "data"), (self.held_out, "eval")):
             if env is not None:
-                asked = env.reward_functions, f"{prefix}{where}", all_ranks(self.config)
+                asked = env.reward_functions, f"{prefix}{where}", self.setup.machine.ranks
                 env.dataset, told = without_faulty_rows(env.dataset, *asked)
                 warnings += told
-        fitted = self.renderer, context_length, self.config, prefix
+        fitted = self.renderer, context_length, self.setup, prefix
         return warnings + fit_datasets(self.env, self.held_out, *fitted)
 
 
-def _task(
-    part: str,
-    config: Config,
-    given: Given,
-    algorithm: BaseAlgorithm,
-    tokenizer: Any,
-    dataset: Any,
-    sandbox: Callable[[], Any],
-) -> Task:
-    provided = provided_by(config, given, sandbox)
-    shared = Provided({"sandbox": sandbox})
-    rewards, transform = build_rewards(config, given, shared, tokenizer, dataset[0])
-    for name in algorithm.needs().rewards:
+def _task(part: str, setup: Setup, dataset: Any, sandbox: Callable[[], Any]) -> Task:
+    provided = provided_by(setup, sandbox)
+    rewards, transform = build_rewards(setup, Provided({"sandbox": sandbox}), dataset[0])
+    for name in setup.needs.rewards:
         if name not in (known := [reward.name for reward in rewards]):
             raise ConfigError(unknown("a reward that the algorithm needs", name, known))
-    fixed = tokenizer, rewards, transform, provided
-    env = build_env(config, given, dataset, *fixed)
-    rows = held_out_rows(config, given)
-    held_out = build_env(config, given, rows, *fixed) if rows is not None else None
-    renderer = Renderer.of(env, tokenizer)
+    env = build_env(setup, dataset, rewards, transform, provided)
+    rows = held_out_rows(setup)
+    held_out = build_env(setup, rows, rewards, transform, provided) if rows is not None else None
+    renderer = Renderer.of(env, setup.tokenizer)
     check_examples(rewards)
     for opponent in env.opponents.values():
         opponent.check()
-    return Task(part, config, env, held_out, renderer)
+    return Task(part, setup, env, held_out, renderer)
 
 
 def task_without_model(config: Config) -> Task:
     """Make the environment of a configuration with its training rows and rewards; no model is loaded."""
-    algorithm = build_algorithm(config)
-    check_choices(config, Given(), algorithm.needs())
-    if algorithm.needs().learns_from != "episodes":
+    setup = Setup.of(replace(config, eval=replace(config.eval, every=0)))
+    check_choices(config, Given(), setup.needs)
+    if setup.needs.learns_from != "episodes":
         raise ConfigError(
             f"algorithm.name={config.algorithm['name']!r} does not sample, so there are no episodes."
         )
@@ -188,55 +173,47 @@ def task_without_model(config: Config) -> Task:
         raise ConfigError(
             f"parts={', '.join(config.parts)} are several environments. Next: write one of them into a separate file."
         )
-    config = replace(config, eval=replace(config.eval, every=0))
-    given = with_hosts(config, Given(), algorithm)
+    setup = with_hosts(setup)
     tokenizer = load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     check_tokenizer(tokenizer, config.model.path, given=False)
-    rows = training_rows(config, given, "episodes")
-    return _task("", config, given, algorithm, tokenizer, rows, lambda: build_sandbox(config))
+    setup = replace(setup, tokenizer=tokenizer)
+    return _task("", setup, training_rows(setup), lambda: build_sandbox(config))
 
 
 def _reinforced(
-    config: Config,
-    given: Given,
-    algorithm: BaseAlgorithm,
-    tokenizer: Any,
-    parts: Mapping[str, tuple[Config, Given]],
-    datasets: Mapping[str, Any],
+    setup: Setup, parts: Mapping[str, Setup], datasets: Mapping[str, Any]
 ) -> Callable[[RunDir], RLTrainer]:
+    config, given, algorithm, machine = setup.config, setup.given, setup.algorithm, setup.machine
     shared = Provided({"sandbox": lambda: build_sandbox(config)})
     if config.sandbox != SandboxConfig():
         shared["sandbox"]  # refuses a wrong level; it starts nothing
-    free_device(config, given.model, tokenizer)  # rewards and opponents may load models too
-    own = algorithm, tokenizer
+    free_device(setup)  # rewards and opponents may load models too
     tasks = [
-        in_part(name, _task, name, *part, *own, datasets[name], lambda: shared["sandbox"])
+        in_part(name, _task, name, part, datasets[name], lambda: shared["sandbox"])
         for name, part in parts.items()
     ]
     check_curriculum(config, [task.env for task in tasks])
     start = copy.deepcopy(given.model)  # before training changes the policy's weights
-    backend = build_policy(config, algorithm, given.model)
-    check_parts(config, backend)
-    client = build_client(
-        config, backend.model if backend.whole else plain_model(config, copy.deepcopy(start)), tokenizer
-    )
+    backend = build_policy(setup)
+    check_parts(setup, backend)
+    client = build_client(setup, backend.model if backend.whole else plain_model(setup, copy.deepcopy(start)))
     warnings = [text for task in tasks for text in in_part(task.part, task.fit, client.context_length)]
     kept = {task.part: task.env.dataset for task in tasks}
-    prompts = prompts_of(config, kept)
-    sampled = max(task.env.max_steps * task.config.rollout.max_tokens for task in tasks)
+    prompts = prompts_of(setup, kept)
+    sampled = max(task.env.max_steps * task.setup.config.rollout.max_tokens for task in tasks)
     new_tokens = min(client.context_length, sampled)
-    batching = batching_of(config, algorithm, tokenizer, longest_completion=new_tokens)
+    batching = batching_of(setup, longest_completion=new_tokens)
     preparation = Preparation(
         algorithm=algorithm,
         policy=backend,
         batching=batching,
         temperature=config.rollout.temperature or 1.0,
-        critic=build_critic(config, algorithm, start),
-        reference=build_reference(config, algorithm, backend, start, tokenizer),
-        ranks=all_ranks(config),
+        critic=build_critic(setup, start),
+        reference=build_reference(setup, backend, start),
+        ranks=machine.ranks,
     )
     beside = [one for one in (preparation.critic, preparation.reference) if isinstance(one, BaseBackend)]
-    longest = [(task.env, task.renderer, task.config.rollout.max_tokens) for task in tasks]
+    longest = [(task.env, task.renderer, task.setup.config.rollout.max_tokens) for task in tasks]
     plan = micro_batch_plan(config, batching, longest, client.context_length).table()
     runner = Runner()
     played = {
@@ -247,21 +224,19 @@ def _reinforced(
     }
 
     def make(run: RunDir) -> RLTrainer:
-        tracker = tracker_of(config, run)
+        tracker = tracker_of(setup, run)
         notes = dict.fromkeys(f"Chat template: {note}." for task in tasks for note in task.renderer.notes)
-        warn(
-            tracker, config, [*warnings_of(config, algorithm.needs()), *warnings, *notes, *backend.warnings()]
-        )
-        _connect(tracker, config, given, (client, backend), tasks)
+        warn(tracker, setup, [*warnings_of(config, setup.needs), *warnings, *notes, *backend.warnings()])
+        _connect(tracker, setup, (client, backend), tasks)
         measured = [task.measuring(task.held_out, **played) for task in tasks if task.held_out is not None]
-        _tell_of(shared.made.get("sandbox"), run, tracker, first=all_ranks(config).is_first)
+        _tell_of(shared.made.get("sandbox"), run, tracker, first=machine.ranks.is_first)
         return RLTrainer(
             inference=Inference(
                 client=client,
                 runner=runner,
-                ranks=all_ranks(config),
-                publisher=build_publisher(config, client, run, tokenizer, tracker, beside),
-                canary=build_canary(config, client) if config.sync.verify else None,
+                ranks=machine.ranks,
+                publisher=build_publisher(setup, client, run, tracker, beside),
+                canary=build_canary(setup, client) if config.sync.verify else None,
                 stop_above=config.mismatch.stop_above,
             ),
             rollout=_together([task.rollout(**played) for task in tasks]),
@@ -273,7 +248,7 @@ def _reinforced(
             tracker=tracker,
             staleness=Staleness(config.rollout.max_staleness, repeatable=config.deterministic),
             evaluation=_together(measured) if measured else None,
-            **base_of(config, algorithm, backend, run, tracker),
+            **base_of(setup, backend, run, tracker),
         )
 
     return make
@@ -291,21 +266,19 @@ def _tell_of(sandbox: Any, run: RunDir, tracker: RunTracker, first: bool) -> Non
         run.keep("sandbox.json", json.dumps(asdict(sandbox.active), indent=1) + "\n")
 
 
-def batching_of(
-    config: Config, algorithm: BaseAlgorithm, tokenizer: Any, longest_completion: int = 0
-) -> Batching:
+def batching_of(setup: Setup, longest_completion: int = 0) -> Batching:
     """Make the settings of micro-batches; `longest_completion` is the default divisor of the aggregation "constant"."""
-    training, vision = config.training, vision_of(config)
+    training, vision = setup.config.training, vision_of(setup.config)
     return Batching(
         layout=training.layout,
-        aggregation=algorithm.aggregation,
-        pad_token_id=tokenizer.pad_token_id,
+        aggregation=setup.algorithm.aggregation,
+        pad_token_id=setup.tokenizer.pad_token_id,
         max_tokens_per_batch=training.max_tokens_per_batch,
-        usual_tokens_per_batch=16384 if device_of(config) != "cpu" else 2048,
+        usual_tokens_per_batch=16384 if setup.machine.on_gpu else 2048,
         updates_per_rollout=training.updates_per_rollout,
         epochs=training.epochs,
         constant_length=training.constant_length or longest_completion,
-        whole_groups=algorithm.needs().whole_groups,
+        whole_groups=setup.needs.whole_groups,
         positions=None if vision is None else vision.positions,
     )
 
@@ -321,10 +294,9 @@ def sampling_of(config: Config) -> SamplingParams:
     )
 
 
-def base_of(
-    config: Config, algorithm: BaseAlgorithm, backend: BaseBackend, run: RunDir, tracker: RunTracker
-) -> dict[str, Any]:
+def base_of(setup: Setup, backend: BaseBackend, run: RunDir, tracker: RunTracker) -> dict[str, Any]:
     """Return the arguments that all trainers have in common."""
+    config = setup.config
     schedule = Schedule(
         config.max_steps,
         config.eval.every,
@@ -334,34 +306,31 @@ def base_of(
         config.timeout_s,
     )
     return {
-        "algorithm": algorithm,
+        "algorithm": setup.algorithm,
         "backend": backend,
         "clock": tracker.clock,
         "schedule": schedule,
         "run": run,
-        "ranks": all_ranks(config),
+        "ranks": setup.machine.ranks,
     }
 
 
 def _connect(
-    tracker: RunTracker,
-    config: Config,
-    given: Given,
-    computing: tuple[BaseClient, BaseBackend],
-    tasks: Sequence[Task],
+    tracker: RunTracker, setup: Setup, computing: tuple[BaseClient, BaseBackend], tasks: Sequence[Task]
 ) -> None:
     """Show how the engine and updates compute, and what is not set; have engine and environments report to the tracker."""
-    unset = [note for task in tasks for note in unset_notes(task.config, given, task.env, config.given)]
+    unset = [note for task in tasks for note in unset_notes(task.setup, task.env)]
     shown = (*(part.path() for part in computing), *dict.fromkeys(unset))
-    for text in filter(None, shown if all_ranks(config).is_first else ()):
+    for text in filter(None, shown if setup.machine.ranks.is_first else ()):
         tracker.note(text)
     computing[0].report_to(tracker.warn)
     for task in tasks:
         task.env.report_to(tracker.warn)
 
 
-def tracker_of(config: Config, run: RunDir) -> RunTracker:
+def tracker_of(setup: Setup, run: RunDir) -> RunTracker:
     """Make the tracker that shows and writes the metrics of a run."""
+    config, ranks = setup.config, setup.machine.ranks
     tracking = config.tracking
     tracker = RunTracker(
         run,
@@ -371,28 +340,27 @@ def tracker_of(config: Config, run: RunDir) -> RunTracker:
         episodes_every=tracking.episodes_every,
         episodes_per_step=tracking.episodes_per_step,
         config=flatten(as_written(config)),
-        ranks=all_ranks(config),
+        ranks=ranks,
         console=config.output.console,
     )
-    precision = precision_of(config)
-    if precision and all_ranks(config).is_first:
+    precision = precision_of(config.model.autocast, setup.machine)
+    if precision and ranks.is_first:
         tracker.note(precision)
     return tracker
 
 
-def precision_of(config: Config) -> str:
+def precision_of(asked: str, machine: Machine) -> str:
     """Return the line that names the dtype of products, on a GPU or as model.autocast=auto chose it; else ""."""
-    asked = config.model.autocast
-    if device_of(config) == "cpu" and asked != "auto":
+    if not machine.on_gpu and asked != "auto":
         return ""
-    chosen = asked == "auto" and autocast_of(config) == "bfloat16"
+    chosen = asked == "auto" and machine.autocast == "bfloat16"
     reason = "which this machine multiplies faster" if chosen else f"model.autocast={asked}"
-    return f"computes in {computed_in(config)} with {config.model.dtype} weights: {reason}"
+    return f"computes in {machine.computed} with {machine.dtype} weights: {reason}"
 
 
-def warn(tracker: RunTracker, config: Config, texts: Sequence[str]) -> None:
+def warn(tracker: RunTracker, setup: Setup, texts: Sequence[str]) -> None:
     """Show warnings, which all ranks found, on the first rank."""
-    for text in texts if all_ranks(config).is_first else ():
+    for text in texts if setup.machine.ranks.is_first else ():
         tracker.warn(text)
 
 

@@ -25,7 +25,7 @@ from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.compose.models import set_up_torch
+from rl4llm.compose.setup import Machine, set_up_torch
 from rl4llm.config import load_config
 from rl4llm.core.types import SamplingParams, TokenSpan, TrainBatch, Trajectory
 from rl4llm.data.aggregation import totals_of
@@ -79,7 +79,8 @@ class Probe:
 
     def set_up(self, **options: Any) -> None:
         """Set up torch as a run with these options does."""
-        set_up_torch(load_config(None, {"model.path": "random", "model.device": self.device.type} | options))
+        config = load_config(None, {"model.path": "random", "model.device": self.device.type} | options)
+        set_up_torch(config, Machine.of(config))
 
     @contextlib.contextmanager
     def finding(self, what: str) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from rl4llm.compose.data import prompts_of
+from rl4llm.compose.setup import Setup
 from rl4llm.config import load_config
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.data.mixture import MixedPrompts, pools
@@ -17,7 +18,7 @@ CONFIG = {"model.path": "m", "data.path": "d", "rollout.prompts": 8, "seed": 5}
 
 
 def pooled(**given):
-    return prompts_of(load_config(overrides={**CONFIG, "curriculum": "level", **given}), {"": ROWS})
+    return prompts_of(Setup.of(load_config(overrides={**CONFIG, "curriculum": "level", **given})), {"": ROWS})
 
 
 def on_rank(rank, world_size, batch_size):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl4llm.compose import build_algorithm, models
+from rl4llm.compose import setup
+from rl4llm.compose.setup import Machine, Setup
 from rl4llm.compose.trainer import batching_of
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
@@ -63,9 +64,10 @@ def test_only_a_trainer_on_a_gpu_grows_its_segments(monkeypatch, keys, given, to
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
-    monkeypatch.setattr(models, "demand_device", lambda name: None)
+    monkeypatch.setattr(setup, "demand_device", lambda name: None)
     before = dict(os.environ)
-    models.set_up_torch(load_config(overrides=["model.path=m", "model.device=cuda", *keys]))
+    config = load_config(overrides=["model.path=m", "model.device=cuda", *keys])
+    setup.set_up_torch(config, Machine.of(config))
     assert found == told
     assert {name: value for name, value in os.environ.items() if "ALLOC" in name} == {
         name: value for name, value in before.items() if "ALLOC" in name
@@ -76,13 +78,13 @@ def test_only_a_trainer_on_a_gpu_grows_its_segments(monkeypatch, keys, given, to
 def test_a_numbered_gpu_is_used_like_the_first(monkeypatch, device, index):
     chosen = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: None)
-    monkeypatch.setattr(models, "demand_device", lambda name: None)
+    monkeypatch.setattr(setup, "demand_device", lambda name: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda found: chosen.append(found.index))
     config = load_config(overrides=["model.path=m", f"model.device={device}"])
-    models.set_up_torch(config)
+    setup.set_up_torch(config, Machine.of(config))
     assert chosen == ([] if index is None else [index])
     tokenizer = SimpleNamespace(pad_token_id=0)
-    assert batching_of(config, build_algorithm(config), tokenizer).usual_tokens_per_batch == 16384
+    assert batching_of(Setup.of(config, tokenizer=tokenizer)).usual_tokens_per_batch == 16384
 
 
 def test_torch_knows_the_setting_by_its_name():

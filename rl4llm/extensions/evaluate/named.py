@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.compose.environments import Provided, build_rewards, build_sandbox
+from rl4llm.compose.setup import Setup
 from rl4llm.compose.tables import Given
 from rl4llm.config import CONFIGS, Config, flatten, load_config
 from rl4llm.core.errors import ConfigError, DataError, unknown
@@ -113,7 +114,7 @@ def _plan(name: str, overrides: Sequence[str], place: str | None) -> Plan:
 def _check_graders(config: Config) -> None:
     """Raise ConfigError for a reward that cannot be made here, before any benchmark is played."""
     provided = Provided({"sandbox": lambda: build_sandbox(config)})
-    rewards, _ = build_rewards(config, Given(), provided, tokenizer=None, row={})
+    rewards, _ = build_rewards(Setup.of(config), provided, {})
     for made in (*rewards, *provided.made.values()):
         made.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl4llm.compose.engines import computed_in
+from rl4llm.compose.setup import Machine
 from rl4llm.config import Config, flatten
 from rl4llm.core.errors import ConfigError
 
@@ -33,7 +33,7 @@ def check_accelerate(config: Config, environ: Mapping[str, str]) -> None:
                 "Next: remove it from that file, or start the processes with `rl4llm launch`."
             )
     given, wanted = flatten(config), _keys(environ)
-    if environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and computed_in(config) != "bfloat16":
+    if environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and Machine.of(config).computed != "bfloat16":
         wanted["model.autocast"] = "bfloat16"
     if config.backend.get("config"):  # its file has the rest
         wanted.pop("backend.zero_stage", None)

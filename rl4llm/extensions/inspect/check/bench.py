@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.commands.scratch import scratch_of
-from rl4llm.compose import build_algorithm, build_trainer
+from rl4llm.compose import build_trainer
 from rl4llm.compose.choices import check_choices
 from rl4llm.compose.environments import Provided, build_sandbox, provided_by
-from rl4llm.compose.models import all_ranks, set_up_torch
+from rl4llm.compose.setup import Setup, set_up_torch
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import AnyTrainer
 from rl4llm.config import Config
@@ -45,8 +45,7 @@ class Part:
     """One environment of a run, named "" if there is only one; a field that is None has not been built yet."""
 
     name: str
-    config: Config
-    given: Given
+    setup: Setup
     dataset: Any = None
     held_out: Any = None
     rewards: Sequence[BaseRewardFunction] = ()
@@ -116,18 +115,19 @@ class Bench:
     """
 
     def __init__(self, config: Config, free: FreeBytes = free_bytes):
-        if all_ranks(config).size > 1:
+        self.setup = Setup.of(config)
+        if self.setup.machine.ranks.size > 1:
             raise ConfigError("rl4llm check runs in one process. Start it without torchrun or a launcher.")
         self.config = config
         self.free = free
-        self.algorithm: BaseAlgorithm = build_algorithm(config)
+        self.algorithm: BaseAlgorithm = self.setup.algorithm
         self.shared = Provided({"sandbox": lambda: build_sandbox(config)})
         self.tokenizer: Any = None
         self.parts: list[Part] = []
         self.trainer: AnyTrainer | None = None
         self.played: PlayedEpisodes | None = None
         self._stack = ExitStack()
-        set_up_torch(config)
+        set_up_torch(config, self.setup.machine)
 
     @property
     def samples(self) -> bool:
@@ -142,7 +142,7 @@ class Bench:
 
     def provided(self, part: Part) -> Provided:
         """Return what the run offers to the environment of a part; all parts share the sandbox."""
-        return provided_by(part.config, part.given, lambda: self.shared["sandbox"])
+        return provided_by(part.setup, lambda: self.shared["sandbox"])
 
     @cached_property
     def scratch(self) -> Config:

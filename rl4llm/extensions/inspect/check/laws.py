@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.compose.engines import build_canary, computed_in
+from rl4llm.compose.engines import build_canary
 from rl4llm.compose.trainer import AnyTrainer
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import EngineError, EnvError, MismatchError, RL4LLMError, StaleWeightsError
@@ -61,7 +61,9 @@ def episodes(bench: Bench) -> str:
             max_failed_share=1.0,
             part=part.name,
         )
-        params = trainer.sampling_params.replace(max_tokens=min(part.config.rollout.max_tokens, MOST_TOKENS))
+        params = trainer.sampling_params.replace(
+            max_tokens=min(part.setup.config.rollout.max_tokens, MOST_TOKENS)
+        )
         result = rollout.play(
             range(min(ROWS, len(part.dataset))),
             step=0,
@@ -162,7 +164,7 @@ def logprobs(bench: Bench) -> str:
         differences.append((own_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs())
     apart = torch.cat(differences)
     largest, mean = apart.max().item(), apart.mean().item()
-    accepted = build_canary(config, trainer.inference.client).bound
+    accepted = build_canary(replace(bench.setup, config=config), trainer.inference.client).bound
     text = f"differences of at most {largest:.2g} nats, {mean:.2g} on average, over {len(apart):,} tokens"
     if not mean <= accepted:
         raise MismatchError(
@@ -178,7 +180,7 @@ def publish(bench: Bench) -> str:
     trainer = _rl(bench)
     inference = trainer.inference
     # not calibrated: it accepts differences up to its bound
-    canary = build_canary(bench.scratch, inference.client)
+    canary = build_canary(replace(bench.setup, config=bench.scratch), inference.client)
     checked = replace(inference, canary=canary)
     checked.choose_tokens()
     before_BT = canary.expected(trainer.backend)
@@ -232,7 +234,7 @@ def merge(bench: Bench) -> str:
     def numbers() -> Tensor:
         return torch.cat([backend.forward(batch).cpu()[batch.mask_BT.cpu()] for batch in batches])
 
-    accepted, before_N = BOUNDS[computed_in(bench.config)], numbers()
+    accepted, before_N = BOUNDS[bench.setup.machine.computed], numbers()
     heads = () if backend.value_head is None else backend.value_head.parameters()
     trained = [item for item in (*backend.model.parameters(), *heads) if item.requires_grad]
     kept = [(item, item.detach().clone()) for item in trained]
@@ -301,7 +303,7 @@ def loss(bench: Bench) -> str:
     text = (
         f"gradients from {len(whole)} and from {len(cut)} micro-batches differ by {apart:.2g} of their norm"
     )
-    accepted = ALIKE[computed_in(bench.config)]
+    accepted = ALIKE[bench.setup.machine.computed]
     if not apart <= accepted:
         raise RL4LLMError(
             f"{text}, more than {accepted:g}. Next: have token_losses return one loss per token, without any "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rl4llm.backends.models import load_tokenizer
@@ -9,7 +10,6 @@ from rl4llm.compose.choices import in_part
 from rl4llm.compose.data import held_out_rows, training_rows
 from rl4llm.compose.environments import build_env, build_rewards, with_hosts
 from rl4llm.compose.supervised import dataset_renderer
-from rl4llm.compose.tables import Given
 from rl4llm.config import by_part
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import DataError
@@ -24,16 +24,15 @@ from rl4llm.testing import check_env
 
 def data(bench: Bench) -> str:
     """Check that the rows can be read, both training and held-out ones."""
-    learns_from = bench.algorithm.needs().learns_from
     for name, config in by_part(bench.scratch).items():
         in_part(name, check_remote, config)
-        given = in_part(name, with_hosts, config, Given(), bench.algorithm)
-        part = Part(name, config, given, in_part(name, training_rows, config, given, learns_from))
+        setup = in_part(name, with_hosts, replace(bench.setup, config=config))
+        part = Part(name, setup, in_part(name, training_rows, setup))
         if not len(part.dataset):
             raise DataError(
                 f"{part.where}data.path={config.data.path!r} has no rows in split {config.data.split!r}."
             )
-        part.held_out = in_part(name, held_out_rows, config, given, learns_from)
+        part.held_out = in_part(name, held_out_rows, setup)
         bench.parts.append(part)
     return "rows: " + "; ".join(
         f"{part.where}{len(part.dataset):,} to train on, {len(part.held_out or ()):,} held out"
@@ -51,7 +50,8 @@ def rewards(bench: Bench) -> str:
     """Check that every reward gives its examples the scores they state."""
     bench.demand_episodes()
     for part in bench.parts:
-        built = part.config, part.given, bench.provided(part), bench.tokenizer, part.dataset[0]
+        part.setup = replace(part.setup, tokenizer=bench.tokenizer)
+        built = part.setup, bench.provided(part), part.dataset[0]
         part.rewards, part.transform = in_part(part.name, build_rewards, *built)
         in_part(part.name, check_examples, part.rewards)
     counts = {reward.name: _examples(reward) for part in bench.parts for reward in part.rewards}
@@ -70,8 +70,8 @@ def environment(bench: Bench) -> str:
     """Check that the environment keeps its contract, without a model; see `rl4llm.testing.check_env`."""
     bench.demand_episodes()
     for part in bench.parts:
-        made = bench.tokenizer, part.rewards, part.transform, bench.provided(part)
-        part.env = in_part(part.name, build_env, part.config, part.given, part.dataset, *made)
+        made = part.dataset, part.rewards, part.transform, bench.provided(part)
+        part.env = in_part(part.name, build_env, part.setup, *made)
         in_part(part.name, check_env, part.env)
     names = [f"{part.where}{type(part.env).__name__}" for part in bench.parts]
     return f"{', '.join(names)} keeps its contract for any reply of the policy"
@@ -82,7 +82,8 @@ def template(bench: Bench) -> str:
     if not bench.samples:
         columns = ANSWER_COLUMNS.get(bench.algorithm.needs().learns_from, ())
         (part,) = bench.parts
-        part.renderer = dataset_renderer(part.config, bench.tokenizer, part.dataset, columns)
+        setup = replace(part.setup, tokenizer=bench.tokenizer)
+        part.renderer = dataset_renderer(setup, part.dataset, columns)
         return _template_text(part.renderer, bench)
     for part in bench.parts:
         assert part.env is not None  # built by a check that this one needs
@@ -92,7 +93,7 @@ def template(bench: Bench) -> str:
 
 def _template_text(renderer: Any, bench: Bench) -> str:
     ends = bench.tokenizer.convert_ids_to_tokens(list(renderer.stop_token_ids))
-    row = template_row(bench.tokenizer, bench.parts[0].config.env.get("template_args"))
+    row = template_row(bench.tokenizer, bench.parts[0].setup.config.env.get("template_args"))
     cells = ", ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, row.cells(), strict=True))
     told = (
         f"sample conversations were extended token for token; a turn ends with {', '.join(map(repr, ends))}; {cells} "

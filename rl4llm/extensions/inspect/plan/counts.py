@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -30,6 +30,7 @@ from rl4llm.compose.environments import (
     with_hosts,
 )
 from rl4llm.compose.models import vision_of
+from rl4llm.compose.setup import Machine, Setup
 from rl4llm.compose.supervised import dataset_reader
 from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import batching_of
@@ -72,17 +73,18 @@ class Counts(RolloutSize):
 def count(config: Config, algorithm: BaseAlgorithm, context_length: int) -> Counts:
     """Count from the data, the tokenizer and the configuration; no model is needed."""
     tokenizer = load_tokenizer(config.model.path, pad_token=config.model.pad_token)
-    if algorithm.needs().learns_from == "episodes":
-        return _count_episodes(config, algorithm, tokenizer, context_length)
-    return _count_rows(config, algorithm, tokenizer, context_length)
+    setup = Setup(config, Given(), Machine.of(config), algorithm, tokenizer)
+    counted = _count_episodes if setup.needs.learns_from == "episodes" else _count_rows
+    return counted(setup, context_length)
 
 
-def _count_episodes(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, context_length: int) -> Counts:
+def _count_episodes(setup: Setup, context_length: int) -> Counts:
+    config, tokenizer = setup.config, setup.tokenizer
     with ExitStack() as opened:
         played: list[tuple[BaseMDPEnv, Renderer, int]] = []  # and the maximum tokens of a turn
         held_out = 0
         for name, part in by_part(config).items():
-            env, measured = in_part(name, _environment, part, algorithm, tokenizer)
+            env, measured = in_part(name, _environment, replace(setup, config=part))
             opened.callback(env.close)
             renderer = Renderer.of(env, tokenizer)
             fitted = (env, renderer, context_length, part)
@@ -91,7 +93,7 @@ def _count_episodes(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, co
             played.append((env, renderer, part.rollout.max_tokens))
             held_out += len(measured)
         sampled = max(env.max_steps * turn for env, _, turn in played)
-        batching = batching_of(config, algorithm, tokenizer, longest_completion=min(context_length, sampled))
+        batching = batching_of(setup, longest_completion=min(context_length, sampled))
         plan = micro_batch_plan(config, batching, played, context_length)
         largest = int(np.argmax(plan.tokens))
         sequences = plan.sequences[largest]
@@ -119,24 +121,24 @@ def _count_episodes(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, co
         )
 
 
-def _environment(config: Config, algorithm: BaseAlgorithm, tokenizer: Any) -> tuple[BaseMDPEnv, Any]:
+def _environment(setup: Setup) -> tuple[BaseMDPEnv, Any]:
     """Return the environment of a part with unscored episodes and silent opponents, and the held-out rows."""
-    given = with_hosts(config, Given(), algorithm)
-    dataset, measured = training_rows(config, given, "episodes"), held_out_rows(config, given) or ()
+    setup = with_hosts(setup)
+    dataset, measured = training_rows(setup), held_out_rows(setup) or ()
     if not len(dataset):
         raise ConfigError("The training data has no rows.")
-    opponents = config.env.get("opponents")
+    opponents = setup.config.env.get("opponents")
     silent = None
     if isinstance(opponents, Mapping):
         playing = (role for role, item in opponents.items() if item not in (None, THE_POLICY))
         silent = dict.fromkeys(playing, lambda messages: "")
-    provided = Provided({"sandbox": lambda: build_sandbox(config), "opponents": lambda: silent})
+    provided = Provided({"sandbox": lambda: build_sandbox(setup.config), "opponents": lambda: silent})
     rewards, combine = (
-        build_rewards(config, given, provided, tokenizer, dataset[0])  # hosts load them
-        if given.hosted
+        build_rewards(setup, provided, dataset[0])  # hosts load them
+        if setup.given.hosted
         else ([_Unscored("unscored")], None)
     )
-    return build_env(config, given, dataset, tokenizer, rewards, combine, provided), measured
+    return build_env(setup, dataset, rewards, combine, provided), measured
 
 
 class _Unscored(BaseRewardFunction):
@@ -174,15 +176,14 @@ def _image_tokens(env: BaseMDPEnv) -> int:
     )
 
 
-def _count_rows(config: Config, algorithm: BaseAlgorithm, tokenizer: Any, context_length: int) -> Counts:
+def _count_rows(setup: Setup, context_length: int) -> Counts:
     """Count a dataset: the longest rows are read as they will be trained on, and a step is made of these."""
-    needs, given = algorithm.needs(), Given()
-    dataset = training_rows(config, given, needs.learns_from)
-    held_out = held_out_rows(config, given, needs.learns_from) or ()
-    answers = ANSWER_COLUMNS.get(needs.learns_from, ())
-    read, fitting = dataset_reader(config, tokenizer, dataset, needs)
+    config, dataset = setup.config, training_rows(setup)
+    held_out = held_out_rows(setup) or ()
+    answers = ANSWER_COLUMNS.get(setup.needs.learns_from, ())
+    read, fitting = dataset_reader(setup, dataset)
     dataset = fitting(dataset, context_length, "data")
-    batching = batching_of(config, algorithm, tokenizer)
+    batching = batching_of(setup)
     longest = longest_rows(
         dataset,
         max(1, config.rollout.prompts // batching.updates_per_rollout),

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from rl4llm.backends.heads import head_memory
 from rl4llm.backends.tower import FEATURE_BYTES, TOGETHER
 from rl4llm.compose.engines import server_urls
-from rl4llm.compose.models import autocast_of, device_of
+from rl4llm.compose.setup import autocast_of, device_of
 from rl4llm.compose.tables import BACKENDS, ENGINES
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm

@@ -12,7 +12,7 @@ import torch
 from rl4llm.backends.models import empty_model
 from rl4llm.compose import build_algorithm
 from rl4llm.compose.choices import check_choices
-from rl4llm.compose.models import demand_device, device_of
+from rl4llm.compose.setup import demand_device, device_of
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import BaseAlgorithm

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl4llm.compose.models import autocast_of
+from rl4llm.compose.setup import autocast_of
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.model_memory import FP32, Precision
 from rl4llm.extensions.inspect.check.times import span

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl4llm.compose.models import autocast_of
+from rl4llm.compose.setup import autocast_of
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.model_memory import Precision
 from rl4llm.extensions.inspect.check.times import RunTime, span

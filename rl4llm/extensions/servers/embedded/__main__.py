@@ -12,7 +12,7 @@ from aiohttp import web
 from rl4llm.backends.model_files import model_directory
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.compose.engines import build_client
-from rl4llm.compose.models import device_of, set_up_torch
+from rl4llm.compose.setup import Machine, Setup, set_up_torch
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError, RL4LLMError
 from rl4llm.core.registry import load
@@ -35,13 +35,14 @@ def _serve(words: Sequence[str], images: Path) -> int:
     try:
         options = read_options(words)
         config = load_config(overrides=options.overrides)
-        set_up_torch(config)
+        machine = Machine.of(config)
+        set_up_torch(config, machine)
         path = str(model_directory(config.model.path))
-        model = load_model(path, dtype=config.model.dtype, device=device_of(config))
+        model = load_model(path, dtype=config.model.dtype, device=machine.device)
         if config.model.vision != "none":
             load("rl4llm.extensions.servers.embedded.images:add_images")(model, path, images)
         tokenizer = load_tokenizer(path, pad_token=config.model.pad_token)
-        engine = build_client(config, model, tokenizer)
+        engine = build_client(Setup.of(config, None, tokenizer, machine), model)
     except RL4LLMError as error:
         sys.stderr.write(visible(f"{type(error).__name__}: {error}") + "\n")
         return 2 if isinstance(error, ConfigError) else 1
