@@ -182,6 +182,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _round(self) -> None:
+        """Copy the float32 masters into the parameters, which rounds them."""
         for name, master in self.masters.items():
             part(self.parameters[name]).copy_(part(master))
 

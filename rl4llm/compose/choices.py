@@ -177,6 +177,7 @@ def in_part(name: str, function: Callable[..., T], *args: Any) -> T:
 
 
 def _check_part(part: Config, given: Given) -> None:
+    """Raise ConfigError for an option that the environment or a reward of a part does not accept."""
     check_env_options(given.env_class or ENVIRONMENTS[part.env["name"]], part.env)
     for item in part.rewards or () if given.reward_functions is None else ():
         check_reward(weighed(item)[0])

@@ -51,7 +51,7 @@ def demonstration(
         1:
     ]:  # after the prompt, tokens that are learned are the policy's, all others context
         spans.append(
-            _policy(segment.token_ids)
+            TokenSpan(segment.token_ids, "policy", (0.0,) * len(segment.token_ids), version=0)
             if _learns(segment, learned)
             else renderer.context(segment.token_ids, segment.messages)
         )
@@ -158,10 +158,6 @@ def _segments(
         rest = renderer.following(messages[start:], ended=True, by=by, messages=messages[:start])
         segments.append(_Segment(tuple(rest), messages[start:]))
     return segments
-
-
-def _policy(token_ids: tuple[int, ...]) -> TokenSpan:
-    return TokenSpan(token_ids, "policy", (0.0,) * len(token_ids), version=0)
 
 
 def by_form(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[int]]:

@@ -38,8 +38,10 @@ def opening_objection(template: ChatTemplate, *, system: bool) -> str | None:
 
 def showing(template: ChatTemplate, call_example: str) -> ChatTemplate:
     """Return a template that shows its tools: itself, or if it hides them, one that describes them with an example."""
-    if not (template.tools and call_example and _hides_tools(template)):
+    if not (template.tools and call_example):
         return template
+    if not all(opening_objection(template, system=system) for system in (False, True)):
+        return template  # it shows them
     try:
         describing = template.describing(call_example)
     except TemplateError:  # one of several templates, which asks for tools
@@ -48,10 +50,6 @@ def showing(template: ChatTemplate, call_example: str) -> ChatTemplate:
         return template
     template.notes.add(DESCRIBED)
     return describing
-
-
-def _hides_tools(template: ChatTemplate) -> bool:
-    return all(opening_objection(template, system=system) for system in (False, True))
 
 
 def objection(

@@ -193,6 +193,7 @@ class SpecialTokens:
 
     @cached_property
     def _foreign(self) -> re.Pattern[str]:
+        """Match the control tokens that the assistant does not write."""
         return _any_of(self.control - self.own)
 
     @cached_property
@@ -201,6 +202,7 @@ class SpecialTokens:
 
     @cached_property
     def _starts(self) -> frozenset[str]:
+        """Return the beginnings of control tokens."""
         return frozenset(token[:end] for token in self.control for end in range(1, len(token)))
 
     @cached_property

@@ -344,10 +344,12 @@ class ChatTemplate:
 
     @cached_property
     def _call_form(self) -> CallForm:
+        """Find the form in which the template reads calls of tools."""
         return found_call_form(partial(self._rendered, tools=self._shown_tools))
 
     @cached_property
     def _shows_reasoning(self) -> bool:
+        """Find out whether the template renders thoughts."""
         return shows_reasoning(partial(self._rendered, tools=self._shown_tools))
 
     @cached_property

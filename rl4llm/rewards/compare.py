@@ -197,7 +197,9 @@ def _same_mathematics(
         return _same_list(items, others)
     if "," in wanted and _BRACKETED.fullmatch(wanted):
         return _same_tuple(wanted, given)
-    return _same_single(wanted, given, number_wanted)
+    if "=" in given and "=" not in wanted and _is_equation(given):
+        return False
+    return _same_in_base(wanted, given, number_wanted)
 
 
 def _equal_with_comma(wanted: Number, given: str) -> bool:
@@ -209,12 +211,6 @@ def _equal_with_comma(wanted: Number, given: str) -> bool:
 def _time(text: str) -> tuple[int, int, str]:
     hour, minute, half = _TIME.fullmatch(text).groups()  # type: ignore[union-attr]
     return int(hour), int(minute), (half or "").lower()
-
-
-def _same_single(wanted: str, given: str, number_wanted: Number | None) -> bool | None:
-    if "=" in given and "=" not in wanted and _is_equation(given):
-        return False
-    return _same_in_base(wanted, given, number_wanted)
 
 
 def split(text: str) -> list[str]:

@@ -185,10 +185,12 @@ def _of_tail(tail: str, *, words: bool) -> str | None:
 
 
 def _last_formula(sentence: _Sentence) -> str | None:
+    """Return the last formula of a sentence."""
     return joined(sentence.text, sentence.snippets)[-1] if sentence.snippets else None
 
 
 def _last_amount(sentence: _Sentence) -> str | None:
+    """Return the number that a sentence ends on."""
     return _amount(sentence.text)
 
 

@@ -93,6 +93,7 @@ class Prefilter:
         return next(iter(reasons), None)
 
     def _astronomical(self, exponent: str) -> bool:
+        """Return whether a power with this exponent takes too long to compute."""
         if re.search(rf"\d{{{self.max_exponent_digits + 1}}}", exponent.replace(",", "")):
             return True
         return ("^" in exponent or "!" in exponent) and not re.search("[A-Za-z]", _COMMAND.sub("", exponent))

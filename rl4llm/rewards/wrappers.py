@@ -175,6 +175,7 @@ class Gate(BaseWrapper):
         return score
 
     def _shut(self, sample: SampleState, gate: Any) -> Any:
+        """Return the score of a sample that the gate `gate` keeps out."""
         if not math.isfinite(as_number(gate)):
             return gate  # a failure, or no number at all: the sample must fail, not be shut out
         return [self.otherwise] * len(policy_messages(sample)) if self.per_turn else self.otherwise

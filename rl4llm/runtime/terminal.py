@@ -85,6 +85,7 @@ def _print_traceback(
 
 
 def _print_unraisable(given: Any) -> None:
+    """Print an error that no caller can receive, like `sys.unraisablehook`."""
     sys.stderr.write(visible(f"{given.err_msg or 'Exception ignored in'}: {given.object!r}\n"))
     _print_traceback(given.exc_type, given.exc_value, given.exc_traceback)
 

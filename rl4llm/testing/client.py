@@ -62,6 +62,7 @@ async def _check_shape(client: BaseClient, prompt: list[int]) -> None:
 
 
 async def _check_greedy(client: BaseClient, prompts: list[list[int]]) -> None:
+    """Demand equal tokens from equal prompts at temperature 0."""
     alone = [await client.generate(prompt, GREEDY) for prompt in prompts]
     together = await asyncio.gather(*(client.generate(prompt, GREEDY) for prompt in prompts))
     same = [one.token_ids == other.token_ids for one, other in zip(alone, together, strict=True)]

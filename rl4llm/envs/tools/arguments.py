@@ -95,6 +95,7 @@ def parts(value: Any, schema: Any) -> list[tuple[Any, Any]]:
 
 
 def _is(value: Any, expected: Any) -> bool:
+    """Return whether a value has a type of JSON Schema; an unknown type accepts all."""
     if not isinstance(expected, str) or expected not in _TYPES:
         return True
     return isinstance(value, _TYPES[expected]) and (expected == "boolean" or not isinstance(value, bool))

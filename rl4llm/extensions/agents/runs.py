@@ -122,20 +122,19 @@ class FunctionAgent:
 
     async def run(self, task: Mapping[str, Any], base_url: str, api_key: str) -> AgentOutcome:
         try:
-            output = await self._returned(task, base_url, api_key)
+            if inspect.iscoroutinefunction(self.function):
+                output = await self.function(task, base_url, api_key)
+            else:
+                output = await in_own_thread("rl4llm-agent", lambda: self.function(task, base_url, api_key))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own code, like `respond`
             return AgentOutcome(crash=raised("it", error))
         if not isinstance(output, str):
             output = "" if output is None else json.dumps(output, ensure_ascii=False, default=str)
         return AgentOutcome(output[:MAX_OUTPUT].strip())
 
-    async def _returned(self, *given: Any) -> Any:
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(*given)
-        return await in_own_thread("rl4llm-agent", lambda: self.function(*given))
-
 
 async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
+    """Write the task of an agent and close its input."""
     with contextlib.suppress(OSError):  # the agent may not read its task
         stdin.write(content)
         await stdin.drain()

@@ -112,6 +112,7 @@ def _state(root: Path) -> str:
 
 
 def _age(lock: Path, now: float | None) -> float:
+    """Return the seconds since a lock was taken; 0 if it was released meanwhile."""
     try:
         return (time.time() if now is None else now) - lock.stat().st_mtime
     except FileNotFoundError:

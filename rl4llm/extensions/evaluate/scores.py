@@ -258,6 +258,7 @@ def _share(problem: Problem) -> float | None:
 
 
 def _pass(problem: Problem, k: int) -> float | None:
+    """Return pass@k of a problem; None for too few samples."""
     if problem.successes is None or problem.samples < k:
         return None
     return pass_at_k(problem.samples, problem.successes, k)

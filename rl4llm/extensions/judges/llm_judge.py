@@ -216,6 +216,7 @@ class LLMJudge(BaseRewardFunction):
         return verdicts
 
     async def _judge_all(self, cases: Sequence[tuple[str, _Question]]) -> list[Scores | RewardFailure]:
+        """Ask the judge about all cases at once, then disconnect."""
         try:
             return list(await asyncio.gather(*(self._judge(key, case) for key, case in cases)))
         finally:

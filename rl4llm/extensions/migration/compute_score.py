@@ -57,6 +57,7 @@ class ComputeScore(BaseRewardFunction):
 
 
 async def _later(found: Awaitable[Any]) -> float:
+    """Await a score."""
     return _score(await found)
 
 

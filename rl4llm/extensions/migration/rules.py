@@ -72,10 +72,6 @@ def algorithm_of(values: Values) -> str:
     return LOSSES[mode] or ("dapo" if filters and estimator == "grpo" else ESTIMATORS[estimator])
 
 
-def _algorithm(values: Values, facts: DataFacts) -> Keys:
-    return {"algorithm.name": algorithm_of(values)}
-
-
 def _ranks(values: Values) -> int:
     return int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"])
 
@@ -259,7 +255,10 @@ def _joint(keys: Callable[[Values, DataFacts], Keys], names: str) -> JointRule:
 
 
 RULES = (
-    _joint(_algorithm, "algorithm.adv_estimator A.policy_loss.loss_mode algorithm.filter_groups.enable"),
+    _joint(
+        lambda values, facts: {"algorithm.name": algorithm_of(values)},
+        "algorithm.adv_estimator A.policy_loss.loss_mode algorithm.filter_groups.enable",
+    ),
     _joint(_batches, "data.train_batch_size A.ppo_mini_batch_size"),
     _joint(_steps, "trainer.total_epochs trainer.total_training_steps"),
     _joint(_warmup, "A.optim.lr_warmup_steps A.optim.lr_warmup_steps_ratio"),

@@ -46,6 +46,7 @@ def demonstrations(seed: int, mix: Mix | None = None) -> Iterator[dict[str, obje
 
 
 def _flaw(choose: random.Random, mix: Mix) -> str | None:
+    """Choose what is wrong with a demonstration; None for a correct one."""
     names = ("guess", "stop early", "miscopy")
     shares = (mix.guesses, mix.stops_early, mix.miscopies)
     return choose.choices((*names, None), (*shares, 1 - sum(shares)))[0]

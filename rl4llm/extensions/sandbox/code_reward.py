@@ -90,7 +90,8 @@ class CodeReward(BaseRewardFunction):
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure if the sandbox or the tests did not work."""
         with ThreadPoolExecutor(self.runner.sandbox.slots, thread_name_prefix="rl4llm-code") as threads:
-            grades = list(threads.map(self._grade_sample, samples))
+            asked = [(final_reply(policy_messages(one)), one.ground_truth, one.columns) for one in samples]
+            grades = list(threads.map(lambda each: self._grade(*each), asked))
         for sample, (_, note, tests) in zip(samples, grades, strict=True):
             if note:
                 sample.extras.setdefault("reward_notes", {})[self.name] = note
@@ -124,9 +125,6 @@ class CodeReward(BaseRewardFunction):
 
     def close(self) -> None:
         self.runner.sandbox.close()
-
-    def _grade_sample(self, sample: SampleState) -> Grade:
-        return self._grade(final_reply(policy_messages(sample)), sample.ground_truth, sample.columns)
 
     def _grade(self, reply: str, ground_truth: Any, columns: Mapping[str, Any]) -> Grade:
         try:

@@ -316,6 +316,7 @@ def _directory(path: str) -> str:
 
 
 def _close_all(slots: Sequence[_Slot | RemoteSlot], owner: int) -> None:
+    """Close the slots, in the process that opened them only."""
     if os.getpid() == owner:
         for slot in slots:
             slot.close()

@@ -181,6 +181,7 @@ _NUMBER = re.compile(r"[+-]?(0|[1-9][0-9]{0,9999})?(\.[0-9]{0,9999})?([eE][+-]?[
 
 
 def _same_line(printed: list[str], expected: list[str]) -> bool:
+    """Return whether two lines have the same tokens."""
     return printed == expected or (len(printed) == len(expected) and all(map(_same_token, printed, expected)))
 
 
@@ -243,6 +244,7 @@ _MAKERS = {
 
 
 def _handle(number: Any, name: Any) -> Handle:
+    """Return the handle of an object that stays in the sandbox."""
     if type(number) is not int or not isinstance(name, str):
         raise WireError("an object without a number")
     return Handle(number, name[:100])

@@ -242,6 +242,7 @@ class ServerProcess:
 
 
 def _temporary_log(name: str, port: int) -> Path:
+    """Create an empty file for the output of a server."""
     handle, path = tempfile.mkstemp(prefix=f"rl4llm-{name}-{port}-", suffix=".log")
     os.close(handle)
     return Path(path)

@@ -274,6 +274,7 @@ def _missing(wanted: Mapping[str, str | None], flags: Sequence[str]) -> list[str
 
 
 def _cpu_flags(kind: ServerKind, flags: Sequence[str]) -> Mapping[str, str | None]:
+    """Return the flags of a server without a GPU; adapters need another backend there."""
     adapters = kind.cpu_script and (_given("--enable-lora", flags) or _given("--lora-paths", flags))
     return {**kind.cpu_flags, "--lora-backend": "torch_native"} if adapters else kind.cpu_flags
 

@@ -258,6 +258,7 @@ class _Errors:
         return self._kept.decode(errors="replace").strip()
 
     def _drain(self, source: int) -> None:
+        """Keep the end of what a server writes to its standard error."""
         with open(source, "rb", buffering=0) as pipe:
             while chunk := pipe.read(KEPT_ERRORS):
                 self._kept = (self._kept + chunk)[-KEPT_ERRORS:]

@@ -113,6 +113,7 @@ def maybe_unpair_preference_dataset(
 
 
 def _labelled(pairs: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return a batch of pairs as answers with labels."""
     chosen, rejected = pairs["chosen"], pairs["rejected"]
     others = {name: column * 2 for name, column in pairs.items() if name not in ("chosen", "rejected")}
     labels = [True] * len(chosen) + [False] * len(rejected)

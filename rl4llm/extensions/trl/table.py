@@ -64,6 +64,7 @@ def _optimizer(value: Any) -> Keys:
 
 
 def _likelihood(value: Any) -> Keys:
+    """Accept the names of the loss that we have."""
     if value not in (None, "nll", "chunked_nll"):
         raise ConfigError(f"loss_type={value!r} has no counterpart. Accepted: nll, chunked_nll.")
     return {}

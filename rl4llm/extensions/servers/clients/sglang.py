@@ -166,6 +166,7 @@ class SGLangClient(AdaptingClient):
             return await self.post_with(adapter, "/generate", body), adapter
 
     async def _from_disk(self, weight_ref: WeightRef) -> None:
+        """Have the server load a directory."""
         await self._check_model(weight_ref.path)
         version = str((await self._held()).with_version(weight_ref.version))
         body = {"model_path": weight_ref.path, "weight_version": version, "flush_cache": not self.keep_cache}
