@@ -13,8 +13,7 @@ from rl4llm.compose.data import by_size, check_texts, few_rows, held_out_rows, p
 from rl4llm.compose.environments import example_of_calls, make_env, make_rewards
 from rl4llm.compose.models import build_policy, build_reference, vision_of
 from rl4llm.compose.setup import Setup
-from rl4llm.compose.trainer import base_of, batching_of, tracker_of, warn
-from rl4llm.config import Config
+from rl4llm.compose.trainer import base_of, batching_of, tracker_of
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
@@ -78,10 +77,9 @@ def build_supervised(setup: Setup, dataset: Any) -> Callable[[RunDir], DatasetTr
         return fitting(rows_to_measure(setup, source), context_length, "eval")
 
     def make(run: RunDir) -> DatasetTrainer:
-        tracker = tracker_of(setup, run)
         lost = [*dropped(dataset, kept, "data"), *dropped(held_out, kept_out, "eval")]
-        warn(tracker, setup, [*warnings_of(config, needs), *overlap, *lost])
-        warn(tracker, setup, [*few_rows(setup, kept), *backend.warnings()])
+        found = [*warnings_of(config, needs), *overlap, *lost, *few_rows(setup, kept), *backend.warnings()]
+        tracker = tracker_of(setup, run, found)
         return DatasetTrainer(
             dataset=kept,
             tokenizer=tokenizer,
@@ -166,7 +164,7 @@ def dataset_renderer(setup: Setup, dataset: Any, answers: Sequence[str]) -> Rend
     config, tokenizer, columns = setup.config, setup.tokenizer, answers or ("messages",)
     roles = {message["role"] for row in dataset for column in columns for message in row[column]}
     between = tuple(sorted(roles - {"assistant", "system"}))
-    schemas, call_example = _shown_tools(config, tokenizer, dataset)
+    schemas, call_example = _shown_tools(setup, dataset)
     if not schemas:
         call_example = example_of_calls(dataset, tokenizer, config.env.get("template_args"))
     return Renderer(
@@ -180,13 +178,17 @@ def dataset_renderer(setup: Setup, dataset: Any, answers: Sequence[str]) -> Rend
     )
 
 
-def _shown_tools(config: Config, tokenizer: Any, dataset: Any) -> tuple[Any, str]:
+def _shown_tools(setup: Setup, dataset: Any) -> tuple[Any, str]:
     """Return what prompts of the environment show of its tools: their schemas, and an example of a call."""
-    env_class = ENVIRONMENTS[config.env["name"]]
+    config, env_class = setup.config, ENVIRONMENTS[setup.config.env["name"]]
     if "tools" not in accepted_options(env_class):
         return None, ""
     row = {"messages": dataset[0]["messages"], "ground_truth": None}
-    fixed = {"dataset": [row], "tokenizer": tokenizer, "reward_functions": make_rewards(["tool_use"], {})}
+    fixed = {
+        "dataset": [row],
+        "tokenizer": setup.tokenizer,
+        "reward_functions": make_rewards(["tool_use"], {}),
+    }
     env = make_env(env_class, config.env, {"sandbox": None}, **fixed)  # no tool runs, and nothing is scored
     try:
         return env.tool_schemas, env.call_example if env.tool_schemas else ""

@@ -50,7 +50,6 @@ from rl4llm.compose.tables import Given
 from rl4llm.config import Config, as_written, by_part, flatten
 from rl4llm.config.keys import SandboxConfig
 from rl4llm.core.base_backend import BaseBackend
-from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.registry import load
@@ -86,10 +85,10 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
 
     Raises an RL4LLMError for a configuration, model or dataset that cannot work.
     """
-    given = given or Given()
     machine = Machine.of(config, join_ranks(config.timeout_s))
     set_up_torch(config, machine)
     setup = Setup.of(config, given, machine=machine)
+    given = setup.given
     check_choices(config, given, setup.needs)
     refuse_hidden(config)
     check_installed(_trackers(config))
@@ -198,11 +197,9 @@ def _reinforced(
     check_parts(setup, backend)
     client = build_client(setup, backend.model if backend.whole else plain_model(setup, copy.deepcopy(start)))
     warnings = [text for task in tasks for text in in_part(task.part, task.fit, client.context_length)]
-    kept = {task.part: task.env.dataset for task in tasks}
-    prompts = prompts_of(setup, kept)
+    prompts = prompts_of(setup, {task.part: task.env.dataset for task in tasks})
     sampled = max(task.env.max_steps * task.setup.config.rollout.max_tokens for task in tasks)
-    new_tokens = min(client.context_length, sampled)
-    batching = batching_of(setup, longest_completion=new_tokens)
+    batching = batching_of(setup, longest_completion=min(client.context_length, sampled))
     preparation = Preparation(
         algorithm=algorithm,
         policy=backend,
@@ -224,12 +221,16 @@ def _reinforced(
     }
 
     def make(run: RunDir) -> RLTrainer:
-        tracker = tracker_of(setup, run)
-        notes = dict.fromkeys(f"Chat template: {note}." for task in tasks for note in task.renderer.notes)
-        warn(tracker, setup, [*warnings_of(config, setup.needs), *warnings, *notes, *backend.warnings()])
-        _connect(tracker, setup, (client, backend), tasks)
+        templates = dict.fromkeys(f"Chat template: {note}." for task in tasks for note in task.renderer.notes)
+        found = [*warnings_of(config, setup.needs), *warnings, *templates, *backend.warnings()]
+        unset = dict.fromkeys(note for task in tasks for note in unset_notes(task.setup, task.env))
+        tracker = tracker_of(setup, run, found, [client.path(), backend.path(), *unset])
+        client.report_to(tracker.warn)
+        for task in tasks:
+            task.env.report_to(tracker.warn)
         measured = [task.measuring(task.held_out, **played) for task in tasks if task.held_out is not None]
-        _tell_of(shared.made.get("sandbox"), run, tracker, first=machine.ranks.is_first)
+        if machine.ranks.is_first:
+            _tell_of(shared.made.get("sandbox"), run, tracker)
         return RLTrainer(
             inference=Inference(
                 client=client,
@@ -259,9 +260,9 @@ def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout:
     return load(MIXED)(rollouts) if rollouts[0].part else rollouts[0]
 
 
-def _tell_of(sandbox: Any, run: RunDir, tracker: RunTracker, first: bool) -> None:
+def _tell_of(sandbox: Any, run: RunDir, tracker: RunTracker) -> None:
     """Show how strongly the sandbox isolates programs, and write it into the run's directory."""
-    if sandbox is not None and sandbox.active is not None and first:
+    if sandbox is not None and sandbox.active is not None:
         (tracker.note if sandbox.active.rank > 1 else tracker.warn)(str(sandbox.active))
         run.keep("sandbox.json", json.dumps(asdict(sandbox.active), indent=1) + "\n")
 
@@ -315,21 +316,8 @@ def base_of(setup: Setup, backend: BaseBackend, run: RunDir, tracker: RunTracker
     }
 
 
-def _connect(
-    tracker: RunTracker, setup: Setup, computing: tuple[BaseClient, BaseBackend], tasks: Sequence[Task]
-) -> None:
-    """Show how the engine and updates compute, and what is not set; have engine and environments report to the tracker."""
-    unset = [note for task in tasks for note in unset_notes(task.setup, task.env)]
-    shown = (*(part.path() for part in computing), *dict.fromkeys(unset))
-    for text in filter(None, shown if setup.machine.ranks.is_first else ()):
-        tracker.note(text)
-    computing[0].report_to(tracker.warn)
-    for task in tasks:
-        task.env.report_to(tracker.warn)
-
-
-def tracker_of(setup: Setup, run: RunDir) -> RunTracker:
-    """Make the tracker that shows and writes the metrics of a run."""
+def tracker_of(setup: Setup, run: RunDir, warnings: Sequence[str], notes: Sequence[str] = ()) -> RunTracker:
+    """Make the tracker of a run; the first rank shows how it computes, and the warnings and notes that all ranks found."""
     config, ranks = setup.config, setup.machine.ranks
     tracking = config.tracking
     tracker = RunTracker(
@@ -343,9 +331,13 @@ def tracker_of(setup: Setup, run: RunDir) -> RunTracker:
         ranks=ranks,
         console=config.output.console,
     )
-    precision = precision_of(config.model.autocast, setup.machine)
-    if precision and ranks.is_first:
-        tracker.note(precision)
+    if ranks.is_first:
+        if precision := precision_of(config.model.autocast, setup.machine):
+            tracker.note(precision)
+        for text in warnings:
+            tracker.warn(text)
+        for text in filter(None, notes):
+            tracker.note(text)
     return tracker
 
 
@@ -356,12 +348,6 @@ def precision_of(asked: str, machine: Machine) -> str:
     chosen = asked == "auto" and machine.autocast == "bfloat16"
     reason = "which this machine multiplies faster" if chosen else f"model.autocast={asked}"
     return f"computes in {machine.computed} with {machine.dtype} weights: {reason}"
-
-
-def warn(tracker: RunTracker, setup: Setup, texts: Sequence[str]) -> None:
-    """Show warnings, which all ranks found, on the first rank."""
-    for text in texts if setup.machine.ranks.is_first else ():
-        tracker.warn(text)
 
 
 def _trackers(config: Config) -> list[str]:
