@@ -1,24 +1,36 @@
-"""What a run is made of: its configuration, the objects given, and the facts of this machine, which are resolved once."""
+"""What a run is made of: its configuration, the objects given, and the facts of this machine, which are resolved once.
+
+Its identity is the keys and objects that a resumed run must not change.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import xxhash
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.compose.tables import Given
-from rl4llm.config import Config
+from rl4llm.config import Config, LaunchConfig, as_written, flatten, to_yaml, variables_of
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_env import BaseMDPEnv
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, RL4LLMError, RunDirError
+from rl4llm.core.redact import HIDDEN, redacted
 from rl4llm.core.schema import with_options
 from rl4llm.envs import ENVIRONMENTS
+from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.cpu import keep_freed_memory, multiplies_bfloat16
 from rl4llm.runtime.ranks import Ranks, join_ranks
+
+MAY_CHANGE = (
+    "max_steps", "threads", "timeout_s", "backend.", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.",
+    "mismatch.", "rollout.max_failed_share", "training.max_skipped", "sandbox.", "env.remote", "launch.",
+)  # fmt: skip
+"""Keys that a resumed run may change without becoming another run."""
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # what a user has set stays
 
@@ -152,3 +164,72 @@ def demand_device(name: str) -> None:
             "model.device=auto, or install a CUDA build of torch. To plan for another machine, use "
             "`rl4llm plan --device-memory`."
         )
+
+
+def planned_run(setup: Setup, dataset: Any, force: bool) -> RunDir:
+    """Plan the run's directory, which the first rank will lock; raise on every rank if this run cannot use it."""
+    config, ranks, problem = setup.config, setup.machine.ranks, None
+    run = RunDir(config.output.dir)
+    if ranks.is_first:
+        fixed, changeable = fixed_and_changeable(config)
+        identity = fixed | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
+        identity["model.autocast"] = setup.machine.autocast  # another machine must not change it
+        # Hashes of the environment variables that the configuration reads, except those of secrets.
+        read = {name: os.environ.get(name, "") for name, secret in variables_of(config).items() if not secret}
+        variables = {f"environment.{name}": xxhash.xxh32_hexdigest(read[name].encode()) for name in read}
+        settings = {"processes": ranks.size} | changeable | variables
+        try:
+            identity |= given_identity(setup.given, dataset)
+            run = RunDir.planned(
+                config.output.dir,
+                identity,
+                settings=settings,
+                defaults=flatten(Config()) | variables,
+                resolved=flatten(redacted(config)),
+                allow_changes=force,
+            )
+            run.keep("config.yaml", to_yaml(config), private=True)
+        except RL4LLMError as error:
+            problem = error
+    if ranks.share(problem is not None):
+        raise problem or RunDirError(f"{config.output.dir} cannot be used. See the error of rank 0.")
+    return run
+
+
+def refuse_hidden(config: Config) -> None:
+    """Raise ConfigError if a secret was removed from the configuration when a run wrote it."""
+    for key, value in flatten(replace(config, launch=LaunchConfig())).items():
+        if HIDDEN in str(value):
+            raise ConfigError(
+                f"{key} is {HIDDEN!r}: a run does not write secrets into its directory. Next: use the file that the run was "
+                "started with, or set the key to another value, such as ${oc.env:NAME}."
+            )
+
+
+def fixed_and_changeable(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keys that a resumed run must not change, and every other one except output.dir, with their values."""
+    fixed: dict[str, Any] = {}
+    changeable: dict[str, Any] = {}
+    for key, value in flatten(as_written(config)).items():
+        own = key.split(".", 2)[-1] if key.startswith("parts.") else key
+        (changeable if own.startswith(MAY_CHANGE) else fixed)[key] = value
+    del changeable["output.dir"]
+    return fixed, changeable
+
+
+def given_identity(given: Given, dataset: Any) -> dict[str, Any]:
+    """Return the identity of the Python objects given, since the configuration names only their types."""
+    identity: dict[str, Any] = {}
+    if given.dataset is not None:
+        text = "\n".join(str(row.get("prompt_id", row)) for row in dataset)
+        identity["given.dataset"] = f"{len(dataset)} rows, {xxhash.xxh3_64_hexdigest(text.encode())}"
+    if given.model is not None:
+        identity["given.model"] = f"{type(given.model).__name__}, {given.model.num_parameters():,} parameters"
+    if given.reward_functions is not None:
+        names = [
+            getattr(item, "__qualname__", None) or type(item).__qualname__ for item in given.reward_functions
+        ]
+        identity["given.reward_functions"] = names
+    if given.env_class is not None:
+        identity["given.env"] = given.env_class.__qualname__
+    return identity

@@ -37,7 +37,6 @@ from rl4llm.compose.environments import (
     with_hosts,
     without_faulty_rows,
 )
-from rl4llm.compose.identity import given_identity, planned_run, refuse_hidden
 from rl4llm.compose.models import (
     build_critic,
     build_policy,
@@ -45,7 +44,7 @@ from rl4llm.compose.models import (
     plain_model,
     vision_of,
 )
-from rl4llm.compose.setup import Machine, Setup, set_up_torch
+from rl4llm.compose.setup import Machine, Setup, planned_run, refuse_hidden, set_up_torch
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, as_written, by_part, flatten
 from rl4llm.config.keys import SandboxConfig
@@ -100,7 +99,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
         name: in_part(name, with_hosts, replace(setup, config=part)) for name, part in by_part(config).items()
     }
     datasets = {name: in_part(name, training_rows, part) for name, part in parts.items()}
-    run = planned_run(config, machine, given_identity(given, datasets.get("")), force)
+    run = planned_run(setup, datasets.get(""), force)
     make: Callable[[RunDir], AnyTrainer]
     if setup.needs.learns_from == "episodes":
         check_hosts(config)
@@ -120,16 +119,13 @@ class Task:
     held_out: BaseMDPEnv | None
     renderer: Renderer
 
-    def rollout(self, **played: Any) -> Rollout:
-        own = self.setup.config.rollout
-        options = {name: getattr(own, name) for name in ("max_tokens", "top_p", "top_k")}
-        sampling = options | {"stop": tuple(own.stop)} if self.part else None
-        return Rollout(self.env, renderer=self.renderer, part=self.part, sampling=sampling, **played)
-
-    def measuring(self, held_out: BaseMDPEnv, **played: Any) -> Rollout:
-        own = self.setup.config.rollout
-        sampling = {"max_tokens": own.max_tokens, "stop": tuple(own.stop)} if self.part else None
-        return Rollout(held_out, renderer=self.renderer, part=self.part, sampling=sampling, **played)
+    def rollout(self, held_out: BaseMDPEnv | None = None, **played: Any) -> Rollout:
+        """Return what plays the environment, or the one for evaluation; a part samples with keys that it has for itself."""
+        own, env = self.setup.config.rollout, self.env if held_out is None else held_out
+        names = ("max_tokens", "top_p", "top_k") if held_out is None else ("max_tokens",)
+        options = {name: getattr(own, name) for name in names} | {"stop": tuple(own.stop)}
+        sampling = options if self.part else None
+        return Rollout(env, renderer=self.renderer, part=self.part, sampling=sampling, **played)
 
     def fit(self, context_length: int) -> list[str]:
         """Keep the rows that rewards can score and whose prompts leave room for an answer; return warnings."""
@@ -212,13 +208,8 @@ def _reinforced(
     beside = [one for one in (preparation.critic, preparation.reference) if isinstance(one, BaseBackend)]
     longest = [(task.env, task.renderer, task.setup.config.rollout.max_tokens) for task in tasks]
     plan = micro_batch_plan(config, batching, longest, client.context_length).table()
-    runner = Runner()
-    played = {
-        "client": client,
-        "runner": runner,
-        "seed": config.seed,
-        "max_failed_share": config.rollout.max_failed_share,
-    }
+    failed, runner = config.rollout.max_failed_share, Runner()
+    played = {"client": client, "runner": runner, "seed": config.seed, "max_failed_share": failed}
 
     def make(run: RunDir) -> RLTrainer:
         templates = dict.fromkeys(f"Chat template: {note}." for task in tasks for note in task.renderer.notes)
@@ -228,9 +219,8 @@ def _reinforced(
         client.report_to(tracker.warn)
         for task in tasks:
             task.env.report_to(tracker.warn)
-        measured = [task.measuring(task.held_out, **played) for task in tasks if task.held_out is not None]
-        if machine.ranks.is_first:
-            _tell_of(shared.made.get("sandbox"), run, tracker)
+        measured = [task.rollout(task.held_out, **played) for task in tasks if task.held_out is not None]
+        _tell_of(shared.made.get("sandbox") if machine.ranks.is_first else None, run, tracker)
         return RLTrainer(
             inference=Inference(
                 client=client,
