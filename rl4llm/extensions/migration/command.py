@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +58,11 @@ def _check(text: str) -> None:
     """Raise ConfigError if the configuration is not accepted, as `rl4llm train` does before it loads anything."""
     from rl4llm.compose import Given, build_algorithm
     from rl4llm.compose.choices import check_choices
-    from rl4llm.config import load_config
+    from rl4llm.config import Config, load_config
+    from rl4llm.config.overrides import read_yaml
 
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "converted.yaml"
-        file.write_text(text, encoding="utf-8")
-        try:
-            config = load_config(file)
-            check_choices(config, Given(), build_algorithm(config).needs())
-        except ConfigError as error:
-            said = str(error).replace(f"{file}: ", "")
-            raise ConfigError(f"The converted configuration needs a change: {said}") from error
+    try:
+        config = load_config(None, read_yaml(text, Config))
+        check_choices(config, Given(), build_algorithm(config).needs())
+    except ConfigError as error:
+        raise ConfigError(f"The converted configuration needs a change: {error}") from error
