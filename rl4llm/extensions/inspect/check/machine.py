@@ -19,6 +19,7 @@ from rl4llm.core.errors import EngineError, RunDirError
 from rl4llm.core.model_memory import Precision
 from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded
 from rl4llm.extensions.inspect.plan.shape import read_shape, read_tower, with_tower
+from rl4llm.extensions.inspect.plan.show import size_text
 from rl4llm.runtime.ports import describe, holder, is_loopback
 
 WAIT_S = 5.0
@@ -106,7 +107,7 @@ def disk(bench: Bench) -> str:
         )
     needed, free = _needed(config, served=bool(bench.samples and server_urls(config))), bench.free(directory)
     what = f"{config.checkpoint.keep} checkpoints, one more while it is written, and the model"
-    text = f"{_gib(needed)} needed for {what}; {_gib(free)} free"
+    text = f"{size_text(needed)} needed for {what}; {size_text(free)} free"
     if needed > free:
         raise RunDirError(
             f"{text} in {directory}. Next: set output.dir to a larger disk, or lower checkpoint.keep, which is "
@@ -126,7 +127,3 @@ def _needed(config: Config, *, served: bool) -> int:
     return (config.checkpoint.keep + 1) * saved + (1 + versions) * memory(
         whole, precision, config.backend
     ).whole
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
