@@ -106,7 +106,6 @@ READERS: Mapping[str, Callable[[Any, bool], Any]] = {
     "dapo": prompts,
     "ppo": prompts,
     "rloo": prompts,
-    "sft": as_they_are,
 }
 """By the trainer's algorithm: convert TRL's rows, given whether their prompts are strings."""
 
