@@ -19,6 +19,7 @@ from rl4llm.config import Config, LaunchConfig, as_written, flatten, to_yaml, va
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, RL4LLMError, RunDirError
+from rl4llm.core.model_memory import Precision
 from rl4llm.core.redact import HIDDEN, redacted
 from rl4llm.core.schema import with_options
 from rl4llm.envs import ENVIRONMENTS
@@ -57,6 +58,10 @@ class Machine:
     def computed(self) -> str:
         """Return the dtype of the trainer's matrix products."""
         return self.dtype if self.autocast == "none" else self.autocast
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.of(self.dtype, self.autocast, gpu=self.on_gpu)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,12 +30,10 @@ from rl4llm.compose.environments import (
     with_hosts,
 )
 from rl4llm.compose.models import vision_of
-from rl4llm.compose.setup import Machine, Setup
+from rl4llm.compose.setup import Setup
 from rl4llm.compose.supervised import dataset_reader
-from rl4llm.compose.tables import Given
 from rl4llm.compose.trainer import batching_of
-from rl4llm.config import Config, by_part
-from rl4llm.core.base_algorithm import BaseAlgorithm
+from rl4llm.config import by_part
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TrainBatch, Trajectory, images_of
@@ -70,10 +68,10 @@ class Counts(RolloutSize):
     seen_tokens: int  # of the images in the largest micro-batch, where each counts once
 
 
-def count(config: Config, algorithm: BaseAlgorithm, context_length: int) -> Counts:
+def count(setup: Setup, context_length: int) -> Counts:
     """Count from the data, the tokenizer and the configuration; no model is needed."""
-    tokenizer = load_tokenizer(config.model.path, pad_token=config.model.pad_token)
-    setup = Setup(config, Given(), Machine.of(config), algorithm, tokenizer)
+    model = setup.config.model
+    setup = replace(setup, tokenizer=load_tokenizer(model.path, pad_token=model.pad_token))
     counted = _count_episodes if setup.needs.learns_from == "episodes" else _count_rows
     return counted(setup, context_length)
 

@@ -14,11 +14,9 @@ from urllib.parse import urlsplit
 from rl4llm.backends.heads import head_memory
 from rl4llm.backends.tower import FEATURE_BYTES, TOGETHER
 from rl4llm.compose.engines import server_urls
-from rl4llm.compose.setup import autocast_of, device_of
+from rl4llm.compose.setup import Setup
 from rl4llm.compose.tables import BACKENDS, ENGINES
-from rl4llm.config import Config
-from rl4llm.core.base_algorithm import BaseAlgorithm
-from rl4llm.core.model_memory import EngineLoad, ModelMemory, ModelShape, Precision
+from rl4llm.core.model_memory import EngineLoad, ModelMemory, ModelShape
 from rl4llm.core.types import TrainBatch
 from rl4llm.data.images import KEPT
 from rl4llm.extensions.inspect.plan.counts import Counts
@@ -61,12 +59,11 @@ class Models:
 class Memory:
     """The memory of one of `ranks` devices."""
 
-    def __init__(self, config: Config, algorithm: BaseAlgorithm, counts: Counts, models: Models, ranks: int):
-        self.config, self.counts, self.models, self.ranks = config, counts, models, ranks
-        self.needs = algorithm.needs()
-        self.on_gpu = device_of(config) != "cpu"
-        self.precision = Precision.of(config.model.dtype, autocast_of(config), gpu=self.on_gpu)
-        self.trained = models.tower if config.model.vision == "train" else None
+    def __init__(self, setup: Setup, counts: Counts, models: Models, ranks: int):
+        self.config, self.counts, self.models, self.ranks = setup.config, counts, models, ranks
+        self.needs = setup.needs
+        self.on_gpu, self.precision = setup.machine.on_gpu, setup.machine.precision
+        self.trained = models.tower if setup.config.model.vision == "train" else None
         self.frozen = models.tower if self.trained is None else None
         self.policy = self._held(models.policy)
         self.critic = self._held(models.critic) if models.critic else None

@@ -10,12 +10,9 @@ import psutil
 import torch
 
 from rl4llm.backends.models import empty_model
-from rl4llm.compose import build_algorithm
 from rl4llm.compose.choices import check_choices
-from rl4llm.compose.setup import demand_device, device_of
-from rl4llm.compose.tables import Given
+from rl4llm.compose.setup import Machine, Setup, demand_device
 from rl4llm.config import Config, by_part
-from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.model_memory import ONE_SEQUENCE, Precision
 from rl4llm.extensions.inspect.plan.counts import Counts, count
 from rl4llm.extensions.inspect.plan.memory import Memory, Models, Phase
@@ -45,10 +42,14 @@ class RunPlan:
     models: Models
     phases: list[Phase]
     devices: int
-    device: str
+    machine: Machine
     memory: int
     host: Phase
     host_memory: int | None
+
+    @property
+    def device(self) -> str:
+        return self.machine.device
 
     @property
     def peak(self) -> Phase:
@@ -58,7 +59,7 @@ class RunPlan:
     @property
     def room(self) -> int:
         """Bytes of a device that a phase may take; on a CPU, all ranks share the memory of the machine."""
-        return int(self.memory * (1 - RESERVE)) if self.device != "cpu" else self.memory // self.devices
+        return int(self.memory * (1 - RESERVE)) if self.machine.on_gpu else self.memory // self.devices
 
     @property
     def fits(self) -> bool:
@@ -87,29 +88,31 @@ def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> Ru
 
     Reads only configs, the tokenizer and the data, and raises the errors that training would.
     """
-    algorithm = build_algorithm(config)
-    check_choices(config, Given(), algorithm.needs())
+    machine = Machine.of(config)
+    setup = Setup.of(config, machine=machine)
+    check_choices(config, setup.given, setup.needs)
     policy = empty_model(config.model.path)
     context_length, _ = context_limit(policy, config.inference.get("context_length"))
-    counts = count(config, algorithm, context_length)
-    models = _models(config, algorithm, policy)
-    held = Memory(config, algorithm, counts, models, devices)
+    counts = count(setup, context_length)
+    models = _models(setup, policy)
+    held = Memory(setup, counts, models, devices)
     return RunPlan(
         config=config,
         counts=counts,
         models=models,
         phases=held.phases(),
         devices=devices,
-        device=device_of(config),
-        memory=_memory(device_of(config)) if memory is None else memory,
+        machine=machine,
+        memory=_memory(machine.device) if memory is None else memory,
         host=held.on_host(),
         host_memory=psutil.virtual_memory().total if memory is None else None,
     )
 
 
-def _models(config: Config, algorithm: BaseAlgorithm, policy: Any) -> Models:
+def _models(setup: Setup, policy: Any) -> Models:
     """Return the sizes of all models in this process, by the rules of `rl4llm.compose.models`."""
-    needs, lora = algorithm.needs(), config.model.lora
+    config, needs = setup.config, setup.needs
+    lora = config.model.lora
     plain = shape_of(policy)
     own = shape_of(policy, lora_rank=lora.rank, lora_targets=lora.targets) if lora.rank else plain
     reference = None
@@ -119,19 +122,19 @@ def _models(config: Config, algorithm: BaseAlgorithm, policy: Any) -> Models:
     if needs.critic is not None:
         critic = plain if needs.critic.path is None else read_shape(needs.critic.path)
     tower = None if config.model.vision == "none" else read_tower(config.model.path)
-    return Models(own, critic, reference, _others(config), tower)
+    return Models(own, critic, reference, _others(setup), tower)
 
 
-def _others(config: Config) -> dict[str, int]:
+def _others(setup: Setup) -> dict[str, int]:
     """Return the bytes of the models that rewards and opponents load onto the device, by name and path."""
     found: dict[str, int] = {}
-    for part in by_part(config).values():
+    for part in by_part(setup.config).values():
         opponents = part.env.get("opponents")
         played = opponents.values() if isinstance(opponents, Mapping) else ()
         for item in (*(part.rewards or ()), *played):
             if not isinstance(item, Mapping) or item.get("name") not in BRING_MODELS or "path" not in item:
                 continue
-            elsewhere = item.get("device", BRING_MODELS[item["name"]]) == "cpu" and device_of(config) != "cpu"
+            elsewhere = item.get("device", BRING_MODELS[item["name"]]) == "cpu" and setup.machine.on_gpu
             if not elsewhere:
                 number = Precision.of(item.get("dtype", "float32")).weights
                 found[f"{item['name']} {item['path']}"] = read_shape(item["path"]).parameters * number

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl4llm.compose.setup import autocast_of
 from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.core.model_memory import FP32, Precision
+from rl4llm.core.model_memory import FP32
 from rl4llm.extensions.inspect.check.times import span
 from rl4llm.extensions.inspect.plan.plan import SERVER_SHARE, RunPlan
 from rl4llm.inference.embedded.kv_cache import KVCache
@@ -151,7 +150,7 @@ def estimate(plan: RunPlan, card: str | None, *, here: bool) -> RolloutTime | No
     config, counts, shape = plan.config, plan.counts, plan.models.policy
     if card is None or all(phase.name != "rollout" for phase in plan.phases):
         return None
-    number = Precision.of(config.model.dtype, autocast_of(config), gpu=True).computed
+    number = plan.machine.precision.computed
     sequence = KVCache.memory(shape, 1, counts.longest, number)
     room = (int(plan.memory * SERVER_SHARE) - shape.parameters * number) // sequence
     local = config.inference["name"] == "local"

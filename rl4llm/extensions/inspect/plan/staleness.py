@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl4llm.compose.setup import autocast_of
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.model_memory import Precision
 from rl4llm.extensions.inspect.check.times import RunTime, span
 from rl4llm.extensions.inspect.plan.plan import RunPlan
 from rl4llm.extensions.inspect.plan.show import size_text
@@ -92,7 +90,7 @@ def under_way(plan: RunPlan) -> UnderWay | None:
         return None
     ahead = (bound + 1) * plan.devices
     sequences = ahead * counts.trajectories
-    number = Precision.of(config.model.dtype, autocast_of(config), gpu=plan.device != "cpu").computed
+    number = plan.machine.precision.computed
     return UnderWay(
         bound,
         ahead * counts.prompts * counts.roles,

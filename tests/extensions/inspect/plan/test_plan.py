@@ -12,7 +12,7 @@ from transformers import Gemma4TextConfig, LlamaConfig, LlamaForCausalLM, Qwen2C
 
 import rl4llm
 from rl4llm.cli import main
-from rl4llm.compose import build_algorithm
+from rl4llm.compose.setup import Setup
 from rl4llm.config import load_config
 from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, Precision
 from rl4llm.extensions.inspect.plan.advice import _candidates, changes
@@ -248,10 +248,7 @@ def test_a_dataset_is_counted_as_it_will_be_packed(model_dir, tmp_path):
     counts = make_plan(config).counts
     assert (counts.rows, counts.prompts, counts.samples, counts.micro_batches) == (8, 4, 2, 1)
     assert counts.keys > counts.tokens > counts.trains > 0
-    names = [
-        phase.name
-        for phase in Memory(config, build_algorithm(config), counts, make_plan(config).models, 1).phases()
-    ]
+    names = [phase.name for phase in Memory(Setup.of(config), counts, make_plan(config).models, 1).phases()]
     assert names == [
         "start",
         "log-probs",
