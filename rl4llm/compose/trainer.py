@@ -209,7 +209,12 @@ def _reinforced(
     longest = [(task.env, task.renderer, task.setup.config.rollout.max_tokens) for task in tasks]
     plan = micro_batch_plan(config, batching, longest, client.context_length).table()
     failed, runner = config.rollout.max_failed_share, Runner()
-    played = {"client": client, "runner": runner, "seed": config.seed, "max_failed_share": failed}
+    played: dict[str, Any] = {
+        "client": client,
+        "runner": runner,
+        "seed": config.seed,
+        "max_failed_share": failed,
+    }
 
     def make(run: RunDir) -> RLTrainer:
         templates = dict.fromkeys(f"Chat template: {note}." for task in tasks for note in task.renderer.notes)
