@@ -70,9 +70,11 @@ def _place(vision: Vision, item: Any, start: int, tokens: int, where: str) -> Im
             f"{MISFIT}",
             param="images",
         )
-    if (
-        image not in vision.store
-        and vision.store.add(canonical(picture, lambda height, width: (height, width), 0)) != image
-    ):
+    if image not in vision.store and vision.store.add(canonical(picture, _as_it_is, 0)) != image:
         raise RequestError(f"{where}: its pixels are not those of its digest.", param="images")
     return place
+
+
+def _as_it_is(height: int, width: int) -> tuple[int, int]:
+    """Return the size of an image that is not resized."""
+    return height, width
