@@ -18,6 +18,7 @@ import forked_python
 import pytest
 import torch
 from rank_processes import RankProcesses
+from warm_python import warm
 
 from rl4llm.backends.tiny import build_model, build_tokenizer
 
@@ -207,6 +208,13 @@ def on_ranks():
     """
     with RankProcesses(size=2) as processes:
         yield processes
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory):
+    """Return the path of a Python whose programs start with torch imported; see `warm_python`."""
+    with warm(tmp_path_factory.mktemp("warm")) as path:
+        yield path
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,7 @@ def started(*words: object, cwd: Path = ROOT) -> Iterator[Program]:
         out.touch()
         err.touch()
         process = forks().Process(
-            target=_become, args=(given, str(cwd), dict(os.environ), str(out), str(err))
+            target=become, args=(given, str(cwd), dict(os.environ), os.devnull, str(out), str(err))
         )
         process.start()
         try:
@@ -87,9 +87,10 @@ def python(*words: object, cwd: Path = ROOT, timeout: float = 300) -> subprocess
         return program.end(timeout)
 
 
-def _become(words: list[str], cwd: str, environ: dict[str, str], out: str, err: str) -> None:
-    for descriptor, path in ((0, os.devnull), (1, out), (2, err)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+def become(words: list[str], cwd: str, environ: dict[str, str], *files: str | int) -> None:
+    """Run a program in this process; `files` are its input, its output and its errors, as paths or descriptors."""
+    for descriptor, file in enumerate(files):
+        os.dup2(file if isinstance(file, int) else os.open(file, os.O_RDWR | os.O_CREAT), descriptor)
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None  # TMPDIR is read again

@@ -63,16 +63,17 @@ def test_torchrun_starts_the_same_run(small, expected):
     assert small.weights("torchrun") == expected
 
 
-def test_accelerate_starts_the_same_run(small, expected):
+def test_accelerate_starts_the_same_run(small, expected, warm_python):
     words = ["--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port("127.0.0.1"))]
-    started(launcher("accelerate"), "launch", *words, "-m", "rl4llm", "train", *small.into("accelerate"))
+    program = [warm_python, launcher("accelerate")]
+    started(*program, "launch", *words, "-m", "rl4llm", "train", *small.into("accelerate"))
     assert small.weights("accelerate") == expected
 
 
 @pytest.mark.deepspeed
-def test_deepspeed_starts_the_same_run(small, expected):
+def test_deepspeed_starts_the_same_run(small, expected, warm_python):
     words = ["--num_gpus", "2", "--master_port", str(free_port("127.0.0.1")), "--module", "rl4llm", "train"]
-    started(launcher("deepspeed"), *words, *small.into("deepspeed"))
+    started(warm_python, launcher("deepspeed"), *words, *small.into("deepspeed"))
     assert small.weights("deepspeed") == expected
 
 

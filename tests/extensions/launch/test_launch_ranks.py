@@ -193,12 +193,12 @@ def trained(ranks, config, directory):
         trainer.train()
 
 
-def launched(config, kills, *flags):
+def launched(config, python, kills, *flags):
     """Launch a run of two ranks and kill one of them when there is a new checkpoint; return the exit code and the output."""
     latest = config.parent / "run" / "checkpoints" / "latest"
     before = latest.read_text() if latest.exists() else None
     command = [sys.executable, "-m", "rl4llm", "launch", str(config), "--nproc", "2", *flags]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHON_EXEC": python}
     with (
         open(config.parent / "said", "w+") as said,
         subprocess.Popen(command, stdout=said, stderr=said, env=environ) as process,
@@ -217,8 +217,10 @@ def launched(config, kills, *flags):
         return code, " ".join(said.read().split())
 
 
-def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(on_ranks, config, model_dir, tmp_path):
-    code, said = launched(config, 0, "--restarts", "1")
+def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(
+    on_ranks, config, model_dir, tmp_path, warm_python
+):
+    code, said = launched(config, warm_python, 0, "--restarts", "1")
     assert code == 0
     assert "restarting it (0 restarts in a row without a new checkpoint)" in said
     on_ranks(trained, config, tmp_path / "whole")

@@ -107,7 +107,7 @@ def small(model_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def launched(hosts, small):
+def launched(hosts, small, warm_python):
     """Starts a run with `rl4llm launch` on both hosts; whatever still runs in the end is killed."""
 
     @contextmanager
@@ -115,7 +115,8 @@ def launched(hosts, small):
         def start(host):
             place = ["--nnodes", "2", "--node-rank", str(host.number), "--rendezvous", RENDEZVOUS]
             log = small.directory / f"{name}-{host.number}.log"
-            return host.start("rl4llm", "launch", *small.into(name), *place, *words, log=log)
+            own = {"log": log, "PYTHON_EXEC": warm_python}
+            return host.start("rl4llm", "launch", *small.into(name), *place, *words, **own)
 
         processes = [start(host) for host in hosts]
         try:
