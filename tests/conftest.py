@@ -1,4 +1,7 @@
-"""What tests share: a small model and tokenizer, built once and copied for each test; a full disk."""
+"""What tests share: a small model and tokenizer, built once and copied for each test; a full disk.
+
+Fixtures import torch themselves: the process that hands files of tests to others starts in a second without.
+"""
 
 import copy
 import os
@@ -16,11 +19,6 @@ if os.path.exists("/dev/nvidiactl"):
 
 import forked_python
 import pytest
-import torch
-from rank_processes import RankProcesses
-from warm_python import warm
-
-from rl4llm.backends.tiny import build_model, build_tokenizer
 
 TEXTS = [
     "system\nBe brief.\n",
@@ -138,6 +136,8 @@ def _no_pictures(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from rl4llm.backends.tiny import build_tokenizer
+
     return build_tokenizer(TEXTS * 4, vocab_size=320)
 
 
@@ -152,6 +152,8 @@ def _tokenizer_unchanged(request):
 
 @pytest.fixture(scope="session")
 def _model(tokenizer):
+    from rl4llm.backends.tiny import build_model
+
     return build_model(tokenizer, seed=0, hidden_size=64, num_layers=2).eval()
 
 
@@ -206,6 +208,8 @@ def on_ranks():
 
     They serve the tests of all files, and start again after a test that fails on a rank or ends one.
     """
+    from rank_processes import RankProcesses
+
     with RankProcesses(size=2) as processes:
         yield processes
 
@@ -213,12 +217,16 @@ def on_ranks():
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory):
     """Return the path of a Python whose programs start with torch imported; see `warm_python`."""
+    from warm_python import warm
+
     with warm(tmp_path_factory.mktemp("warm")) as path:
         yield path
 
 
 @pytest.fixture(autouse=True)
 def _same_start():
+    import torch
+
     torch.manual_seed(0)
 
 
