@@ -291,11 +291,11 @@ def test_no_option_is_passed_over(words, message, written, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_local_run_and_its_host_start_and_end_together(model_dir, tmp_path):
+def test_local_run_and_its_host_start_and_end_together(model_dir, tmp_path, warm_python):
     small = SmallRun.at(tmp_path, model_dir)
     words = small.into("run", "launch.env_hosts=1", "env.name=chat")
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "rl4llm", "launch", *words, "--on", "local"]
+    command = [warm_python, "-m", "rl4llm", "launch", *words, "--on", "local"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert small.steps("run") == 2

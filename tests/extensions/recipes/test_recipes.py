@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forked_python import python
+from forked_python import python, started
 from gallery import BEGIN, END, PAGE, PICTURES, check_models, drawn, page, store
 from PIL import Image
 
@@ -216,8 +215,8 @@ def test_a_killed_first_stage_keeps_its_overrides(small, tmp_path):
     started = tmp_path / "started"
     stages = f"stages: ['python {{recipe}}/kills.py {started}']\n"
     (small.path / "recipe.yaml").write_text(f"title: A\nlearns: B\n{stages}")
-    words = [sys.executable, "-m", "rl4llm", "recipe", "run", small.path, "--dir", tmp_path / "runs"]
-    assert subprocess.run([*words, "training.lr=1"], check=False).returncode == -signal.SIGKILL
+    done = recipe("run", small.path, "--dir", tmp_path / "runs", "training.lr=1", cwd=tmp_path)
+    assert done.returncode == -signal.SIGKILL
     work = tmp_path / "runs" / "copy" / "default" / "seed-0"
     with pytest.raises(ConfigError, match="was begun with overrides"):
         repeat(load(str(small.path)), work, "default", 0, [])
@@ -303,21 +302,11 @@ def test_a_killed_repetition_leaves_no_stage(small, tmp_path):
     )
     stage = f"python {{recipe}}/waits.py {tmp_path}/pid"
     (small.path / "recipe.yaml").write_text(f"title: A\nlearns: B\nstages: [{json.dumps(stage)}]\n")
-    words = [
-        sys.executable,
-        "-m",
-        "rl4llm",
-        "recipe",
-        "run",
-        str(small.path),
-        "--dir",
-        str(tmp_path / "runs"),
-    ]
-    with subprocess.Popen(words) as process:
+    with started("-m", "rl4llm", "recipe", "run", small.path, "--dir", tmp_path / "runs") as program:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             time.sleep(0.05)
         left = psutil.Process(int((tmp_path / "pid").read_text()))
-        process.kill()
+        program.process.kill()
     psutil.wait_procs([left], timeout=30)
     assert not left.is_running()
 

@@ -1,16 +1,16 @@
 """Training on environments in other processes: a real host, which is killed and started again in the middle of a step."""
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
+from forked_python import started
 from hosting import HostThread
 
 from rl4llm.cli import main
@@ -30,29 +30,39 @@ DEBATE = {
         "rewards=[{name: hosted_envs:MoreLetters}, {name: winner, by: {name: length, max_length: 20, unit: chars}}]",
     ],
 }
-ON_PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
 
 
 class Host:
-    """`rl4llm serve env`, in a process; what it says is kept."""
+    """`rl4llm serve env`, in a process."""
 
-    def __init__(self, names, port=0, environ=()):
-        command = [sys.executable, "-m", "rl4llm", "serve", "env", "--env", names, "--port", str(port)]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=os.environ | ON_PATH | dict(environ)
-        )
-        self.said = [self.process.stderr.readline()]
+    def __init__(self, program):
+        self.process, self._err = program.process, program.err
+        while not self._err.read_text().endswith("\n"):
+            assert self.process.is_alive()
+            time.sleep(0.01)
         self.address = self.said[0].partition(" at ")[2].partition(",")[0].strip(" .\n")
         self.port = int(self.address.rpartition(":")[2])
+
+    @property
+    def said(self):
+        return self._err.read_text().splitlines()
 
     def end(self):
         """End it as a user does; nothing of it stays."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.terminate()
-        self.said += self.process.stderr.readlines()
-        assert self.process.wait(20) == 0
+        self.process.join(20)
+        assert self.process.exitcode == 0
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
+
+
+@pytest.fixture
+def start():
+    """Return start(names, port=0): the host of these environments."""
+    with ExitStack() as programs:
+        words = ("-m", "rl4llm", "serve", "env", "--env")
+        yield lambda names, port=0: Host(programs.enter_context(started(*words, names, "--port", port)))
 
 
 def train(model_dir, directory, *overrides, config=CONFIG, small=SMALL):
@@ -61,7 +71,7 @@ def train(model_dir, directory, *overrides, config=CONFIG, small=SMALL):
     return (directory / "model" / "model.safetensors").read_bytes()
 
 
-def test_host_killed_and_restarted_changes_no_weight(model_dir, tmp_path, capfd):
+def test_host_killed_and_restarted_changes_no_weight(model_dir, tmp_path, capfd, start):
     mortal = [
         "env.name=hosted_envs:Mortal",
         "env.tools=[calculator]",
@@ -71,11 +81,11 @@ def test_host_killed_and_restarted_changes_no_weight(model_dir, tmp_path, capfd)
     (tmp_path / "died").touch()
     here = train(model_dir, tmp_path / "here", *mortal, "env.remote=null")
     (tmp_path / "died").unlink()
-    first, hosts = Host("hosted_envs:Mortal"), []
+    first, hosts = start("hosted_envs:Mortal"), []
 
     def start_again():
-        first.process.wait()
-        hosts.append(Host("hosted_envs:Mortal", first.port))
+        first.process.join()
+        hosts.append(start("hosted_envs:Mortal", first.port))
 
     watch = threading.Thread(target=start_again, daemon=True)
     watch.start()
@@ -96,16 +106,16 @@ def test_host_killed_and_restarted_changes_no_weight(model_dir, tmp_path, capfd)
     ]
 
 
-def test_debate_on_a_killed_host_changes_no_weight(model_dir, tmp_path):
+def test_debate_on_a_killed_host_changes_no_weight(model_dir, tmp_path, start):
     debate = ["env.name=hosted_envs:MortalDebate", "env.max_steps=2", f"env.died={tmp_path / 'died'}"]
     (tmp_path / "died").touch()
     here = train(model_dir, tmp_path / "here", *debate, **DEBATE)
     (tmp_path / "died").unlink()
-    first, hosts = Host("hosted_envs:MortalDebate"), []
+    first, hosts = start("hosted_envs:MortalDebate"), []
 
     def start_again():
-        first.process.wait()
-        hosts.append(Host("hosted_envs:MortalDebate", first.port))
+        first.process.join()
+        hosts.append(start("hosted_envs:MortalDebate", first.port))
 
     watch = threading.Thread(target=start_again, daemon=True)
     watch.start()
@@ -131,12 +141,13 @@ def test_hosted_debate_has_the_opponents_of_its_configuration(model_dir, tmp_pat
         assert any("debate: opened by a trainer" in line for line in host.said)
 
 
-def test_a_token_stays_out_of_what_is_shown(model_dir, tmp_path, capfd, monkeypatch):
+def test_a_token_stays_out_of_what_is_shown(model_dir, tmp_path, capfd, monkeypatch, start):
     monkeypatch.setenv("RL4LLM_ENV_TOKEN", "open sesame vqxwzk")
-    host = Host("tool")
+    host = start("tool")
     train(model_dir, tmp_path / "run", f"env.remote={host.address}", "max_steps=1")
     assert "for trainers with the same token" in host.said[0]
-    assert "vqxwzk" not in " ".join(psutil.Process(host.process.pid).cmdline())
+    processes = psutil.Process(host.process.pid).children(recursive=True)
+    assert "vqxwzk" not in " ".join(word for process in processes for word in process.cmdline())
     host.end()
     told = capfd.readouterr()
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
