@@ -4,6 +4,7 @@ Fixtures import torch themselves: the process that hands files of tests to other
 """
 
 import copy
+import gc
 import os
 import resource
 import shutil
@@ -19,6 +20,8 @@ if os.path.exists("/dev/nvidiactl"):
 
 import forked_python
 import pytest
+
+gc.disable()  # until all tests are collected: half a million objects of their imports stay
 
 TEXTS = [
     "system\nBe brief.\n",
@@ -89,6 +92,11 @@ def pytest_collection_modifyitems(config, items):
     if any(item.get_closest_marker("deepspeed") for item in items):
         forked_python.IMPORTED += forked_python.OF_DEEPSPEED
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter, config):
