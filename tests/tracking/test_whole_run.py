@@ -25,6 +25,7 @@ def test_equal_rewards_raise_an_alert_and_episodes_are_logged(model_dir, tmp_pat
         eval_dataset=HELD_OUT,
         max_steps=5,
         rollout={"prompts": 16, "group_size": 2, "max_tokens": 2},
+        training={"lr": 1e-6},
         eval={"every": 5},
         output={"dir": str(run)},
         **overrides,
