@@ -18,7 +18,7 @@ from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, RewardTransform
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import elsewhere, from_extension, import_name
-from rl4llm.tracking.history import History
+from rl4llm.tracking.history import MetricsTable
 
 
 class PolicyTrainer:
@@ -105,9 +105,9 @@ class PolicyTrainer:
         return self.trainer.backend.model
 
     @property
-    def history(self) -> History:
+    def history(self) -> MetricsTable:
         """Return the metrics of the run so far, as a table with a row per step."""
-        return History.of(self.trainer.run)
+        return MetricsTable.of(self.trainer.run)
 
     def view(self, episodes: int = 50) -> Any:
         """Return the page of the run with some of its episodes; a notebook shows it below the cell."""

@@ -78,7 +78,13 @@ def build_supervised(setup: Setup, dataset: Any) -> Callable[[RunDir], DatasetTr
 
     def make(run: RunDir) -> DatasetTrainer:
         lost = [*dropped(dataset, kept, "data"), *dropped(held_out, kept_out, "eval")]
-        found = [*warnings_of(setup.config, needs), *overlap, *lost, *few_rows(setup, kept), *backend.warnings()]
+        found = [
+            *warnings_of(setup.config, needs),
+            *overlap,
+            *lost,
+            *few_rows(setup, kept),
+            *backend.warnings(),
+        ]
         tracker = tracker_of(setup, run, found)
         return DatasetTrainer(
             dataset=kept,

@@ -14,7 +14,7 @@ SHOWN = (
 FIRST, LAST = 3, 5  # rows that are shown
 
 
-class History(list[dict[str, Any]]):
+class MetricsTable(list[dict[str, Any]]):
     """A row of metrics for each step; those of an evaluation have names that begin with "eval/".
 
     >>> pandas.DataFrame(trainer.history).set_index("step")["reward/mean"].plot()

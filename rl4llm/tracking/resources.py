@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from rl4llm.tracking.tracker import Phase
+from rl4llm.tracking.tracker import TimedPhase
 
 GB = 1e9
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
@@ -26,7 +26,7 @@ class PhaseClock:
         with clock("rollout"):
             ...
         clock.lap()     # {"time/rollout": 1.52, "memory/rollout": 0.83}, and starts again from zero
-        clock.lapped    # (Phase("rollout", 1790000000.0, 1790000001.52),): when the phases of that lap ran
+        clock.lapped    # (TimedPhase("rollout", 1790000000.0, 1790000001.52),): when the phases of that lap ran
 
     Phases may nest: the inner one counts in both. `on_phase` receives the name of each phase when it begins. `peak` returns
     the peak memory, in GB, since its last call; without it no memory is measured.
@@ -40,8 +40,8 @@ class PhaseClock:
     ):
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
-        self._ended: list[Phase] = []
-        self.lapped: tuple[Phase, ...] = ()
+        self._ended: list[TimedPhase] = []
+        self.lapped: tuple[TimedPhase, ...] = ()
         self._epoch = time.time() - now()
         self._open: list[str] = []
         self._on_phase = on_phase
@@ -65,7 +65,7 @@ class PhaseClock:
             if not inside_itself:
                 ended = self._now()
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - started
-                self._ended.append(Phase(phase, self._epoch + started, self._epoch + ended))
+                self._ended.append(TimedPhase(phase, self._epoch + started, self._epoch + ended))
 
     def lap(self) -> dict[str, float]:
         """Return the seconds as "time/<phase>" and the peak GB as "memory/<phase>" since the last lap. An open phase counts

@@ -21,7 +21,7 @@ Row = Mapping[str, str | float]
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class TimedPhase:
     """When a phase ran, in seconds since 1970."""
 
     name: str
@@ -39,7 +39,7 @@ class Tracker(ABC):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step; those of its evaluation, whose names begin with "eval/", come in a second call."""
 
-    def phases(self, step: int, phases: Sequence[Phase]) -> None:
+    def phases(self, step: int, phases: Sequence[TimedPhase]) -> None:
         """Record the phases that ended since the last call, after the metrics of the step were logged."""
 
     def picture(self, step: int, name: str, file: Path) -> None:
@@ -173,7 +173,7 @@ class Trackers(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
 
-    def phases(self, step: int, phases: Sequence[Phase]) -> None:
+    def phases(self, step: int, phases: Sequence[TimedPhase]) -> None:
         self._each(lambda tracker: tracker.phases(step, phases))
 
     def picture(self, step: int, name: str, file: Path) -> None:

@@ -3,7 +3,7 @@
 import math
 
 from rl4llm.runs.run_dir import RunDir
-from rl4llm.tracking.history import History
+from rl4llm.tracking.history import MetricsTable
 from rl4llm.tracking.tracker import JsonlTracker
 
 
@@ -15,7 +15,7 @@ def history(directory, steps):
         tracker.log(step, {"reward/mean": step / 8, "kl": math.nan, "tokens/s": 1000.0, "mine/own": 1.0})
     tracker.log(steps, {"eval/accuracy": 0.5})
     tracker.close()
-    return History.of(run)
+    return MetricsTable.of(run)
 
 
 def test_a_step_and_its_evaluation_are_one_row(tmp_path):
@@ -49,4 +49,4 @@ def test_a_run_that_has_not_started_has_an_empty_history(tmp_path):
 
 
 def history_of_nothing(directory):
-    return History.of(RunDir(directory / "none"))
+    return MetricsTable.of(RunDir(directory / "none"))

@@ -78,7 +78,7 @@ class TextArenaEnv(RolesEnv):
     prompts = staticmethod(textarena_prompts)
 
     def __init__(self, dataset: Sequence[Mapping[str, Any]], *args: Any, max_steps: int = 32, **kwargs: Any):
-        self._games: dict[int, tuple[EpisodeState, _Game]] = {}  # by id of the episode
+        self._games: dict[int, tuple[EpisodeState, _Match]] = {}  # by id of the episode
         roles = [_role(player) for player in range(dataset[0][COLUMN]["players"])]
         super().__init__(dataset, *args, **kwargs | {"max_steps": max_steps, "roles": roles})
 
@@ -108,7 +108,7 @@ class TextArenaEnv(RolesEnv):
             invalid = game is not None and game.lost_by_invalid_move(player)
             seat.extras["metrics"] = {"finished": float(rewards is not None), "invalid_moves": float(invalid)}
 
-    def _game(self, episode: EpisodeState) -> _Game:
+    def _game(self, episode: EpisodeState) -> _Match:
         """Return the game of an episode. Raises EnvError if it does not begin as in the prompt."""
         if id(episode) not in self._games:
             made = next(iter(episode.seats.values())).columns[COLUMN]
@@ -137,7 +137,7 @@ class TextArenaReward(BaseRewardFunction):
         return [sample.extras.get(COLUMN, 0.0) for sample in samples]
 
 
-class _Game:
+class _Match:
     """A game in progress, with separate random numbers, whichever games run beside it."""
 
     def __init__(self, task: str, options: Mapping[str, Any], players: int, seed: int):
@@ -195,8 +195,8 @@ class _Game:
                 _restore(kept)
 
 
-def _begun(made: Mapping[str, Any]) -> _Game:
-    return _Game(made["task"], made["options"], made["players"], made["seed"])
+def _begun(made: Mapping[str, Any]) -> _Match:
+    return _Match(made["task"], made["options"], made["players"], made["seed"])
 
 
 def _restore(state: tuple[Any, Any]) -> None:
@@ -218,7 +218,7 @@ def _number_of_players(task: str, options: Mapping[str, Any], chosen: int | None
     where = f"env.task={task!r} with env.task_options={dict(options)}"
     for players in [chosen] if chosen is not None else fixed:
         try:
-            state = _Game(task, options, players, 0).state
+            state = _Match(task, options, players, 0).state
         except AssertionError as error:
             if chosen is not None:
                 raise ConfigError(f"env.players={chosen} is not accepted by {task}: {error}") from error

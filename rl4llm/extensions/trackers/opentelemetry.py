@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from rl4llm.core.errors import unknown
-from rl4llm.tracking.tracker import Phase, Tracker
+from rl4llm.tracking.tracker import TimedPhase, Tracker
 
 EXPORTERS = "opentelemetry_traces_exporter"
 """The entry points of the packages that send spans."""
@@ -52,7 +52,7 @@ class OpenTelemetryTracker(Tracker):
         if not any(name.startswith("eval/") for name in metrics):
             self._metrics = metrics
 
-    def phases(self, step: int, phases: Sequence[Phase]) -> None:
+    def phases(self, step: int, phases: Sequence[TimedPhase]) -> None:
         """Send the spans of a step. What ran before it began belongs to the step before."""
         whole = next((phase for phase in phases if phase.name == "step"), None)
         before = [phase for phase in phases if whole is None or phase.start < whole.start]
@@ -75,7 +75,7 @@ class OpenTelemetryTracker(Tracker):
             self._own.shutdown()
         self._check()
 
-    def _send(self, phases: Sequence[Phase], parent: trace.Span | None) -> None:
+    def _send(self, phases: Sequence[TimedPhase], parent: trace.Span | None) -> None:
         within = trace.set_span_in_context(parent or trace.INVALID_SPAN)
         for phase in phases:
             span = self._tracer.start_span(

@@ -1,22 +1,25 @@
-"""What a server on this machine does not report: the GPUs that it sees, and its NCCL. Both are facts of its process."""
+"""What a server on this machine does not report: the GPUs that it sees, its NCCL, and the shape of its model."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from yarl import URL
 
-from rl4llm.core.errors import EngineError
+from rl4llm.core.errors import ConfigError, EngineError
 from rl4llm.runtime.gpus import VISIBLE, visible_gpus
 from rl4llm.runtime.ports import holder, is_loopback
 
 NCCL = re.compile(r"nvidia_nccl_cu\d+-([\d.]+)\.dist-info")
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 FILES = "Set sync.name=filesystem, or install the same nvidia-nccl in both environments."
 
 
@@ -79,6 +82,32 @@ def nccl_beside(library: Path) -> str | None:
     """Return the version of the package that a library belongs to: SITE/nvidia/nccl/lib/libnccl.so.2."""
     site = library.parents[3] if len(library.parents) > 3 else library.parent
     return next((found[1] for path in site.glob("*.dist-info") if (found := NCCL.fullmatch(path.name))), None)
+
+
+def check_same_model(url: str, held: str | None, path: str | None) -> None:
+    """Raise ConfigError if the directory `path` has another model than `held`, the server's, which would crash it.
+
+    It compares nothing if this machine cannot read one of them.
+    """
+    own, given = _described(held), _described(path)
+    both = [name for name in SHAPE if name in own and name in given]
+    differ = [f"{name}={own[name]}, not {given[name]}" for name in both if own[name] != given[name]]
+    if differ:
+        raise ConfigError(
+            f"{url} does not serve the model that trains: {held} has {', '.join(differ)}. Start the server with the model "
+            "of model.path, or set inference.url to a server with that model."
+        )
+
+
+def _described(directory: str | None) -> Mapping[str, Any]:
+    """Return the config.json of a model; an empty one if it cannot be read."""
+    if not directory:
+        return {}
+    try:
+        found = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def is_own(host: str) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError, UnreadableError
@@ -17,7 +15,7 @@ from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
 from rl4llm.extensions.servers.clients.images import UNNAMED, collapsed, data_uri, feature_name, outside
-from rl4llm.extensions.servers.clients.neighbour import check_gpu_is_shared
+from rl4llm.extensions.servers.clients.neighbour import check_gpu_is_shared, check_same_model
 from rl4llm.extensions.servers.clients.server import (
     FINISHED,
     NEVER_LOADED,
@@ -30,7 +28,6 @@ from rl4llm.extensions.servers.clients.sglang_memory import Held
 from rl4llm.extensions.servers.clients.sglang_tensors import buckets, pickled
 from rl4llm.runtime.threads import in_own_thread
 
-SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 IDLE_S = 60.0  # for a server to end its requests before it sleeps
 
 
@@ -173,21 +170,11 @@ class SGLangClient(AdaptingClient):
         await self.admin("/update_weights_from_disk", body)
 
     async def _check_model(self, path: str | None) -> None:
-        """Raise ConfigError for weights of another model than the server's, which would crash it.
-
-        It works only if this machine can read the server's files, as on one machine or a shared disk.
-        """
+        """Raise ConfigError for weights of another model than the server's, if this machine can read its files."""
         held: Any = None
         with suppress(EngineError):
             held = (await self._info()).get("model_path")
-        own, given = _described(held), _described(path)
-        both = [name for name in SHAPE if name in own and name in given]
-        differ = [f"{name}={own[name]}, not {given[name]}" for name in both if own[name] != given[name]]
-        if differ:
-            raise ConfigError(
-                f"{self.base_url} does not serve the model that trains: {held} has {', '.join(differ)}. Start the "
-                "server with the model of model.path, or set inference.url to a server with that model."
-            )
+        check_same_model(self.base_url, held, path)
 
     async def _inline(self, weight_ref: WeightRef) -> None:
         """Send the tensors in requests, once for each of the server's tensor-parallel ranks."""
@@ -357,17 +344,6 @@ class SGLangClient(AdaptingClient):
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise RefusedError(f"POST {self.base_url}{path} failed: {answer.get('message', answer)}")
         return answer
-
-
-def _described(directory: str | None) -> Mapping[str, Any]:
-    """Return the config.json of a model; an empty one if it cannot be read."""
-    if not directory:
-        return {}
-    try:
-        found = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
