@@ -134,6 +134,7 @@ NEED_MORE = {
     "gymnasium",
     "openenv",
     "stepped",
+    "textarena",
     "verifiers",
 }  # than rows: a program, a task; they have tests of their own
 

@@ -62,7 +62,7 @@ def looped(algorithm, model_dir, ranks, with_critic=False):
     models = {"model": (backend, algorithm.token_losses)}
     if with_critic:
         model = rl.load_model(path)
-        critic = rl.TorchBackend(model, value_head=load_value_head(path, model), lr=3e-3, ranks=ranks)
+        critic = rl.TorchBackend(model, value_head=load_value_head(path, model), lr=3e-2, ranks=ranks)
         models["critic"] = critic, lambda batch, values_BT, _: algorithm.value_losses(batch, values_BT)
     env = game.GuessTheNumber(rows(), tokenizer, [game.Closeness()], group_size=16, max_steps=3)
     client = rl.LocalClient(backend.model, tokenizer, deterministic=True)

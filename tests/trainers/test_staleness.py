@@ -394,6 +394,14 @@ def test_a_loop_of_a_user_plays_whole_rounds(trainer):
 def test_a_token_beyond_the_bound_stops_the_run(trainer, monkeypatch):
     made = trainer("run", deterministic=False)
     monkeypatch.setattr(type(made.trainer), "_steps_ahead", lambda self: 4)  # begins too early
+    collect = made.trainer.collect
+
+    def collect_when_all_are_played():
+        step = collect()
+        made.trainer.stream.drain()
+        return step
+
+    made.trainer.collect = collect_when_all_are_played
     with pytest.raises(StaleWeightsError, match=r"was published and rollout\.max_staleness=1"):
         made.train()
 

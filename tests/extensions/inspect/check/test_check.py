@@ -221,7 +221,7 @@ def test_check_finds_other_weights_and_a_publish_without_effect(bench):
 def test_tracker_without_its_package_fails(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     results = on(small({"tracking.wandb": True}), "model")
-    assert failed(results["model"], "tracking.wandb=true", "pip install 'rl4llm[wandb]'")
+    assert failed(results["model"], "tracking.wandb: ", "pip install 'rl4llm[wandb]'")
 
 
 def test_a_loss_that_is_a_mean_of_its_micro_batch_fails(small):
