@@ -253,7 +253,7 @@ def train(seer, output, *changes):
         f"model.path={seer.directory}", "model.autocast=none", f"output.dir={output}", "eval.every=0",
         f"inference.name={seer.name}", f"inference.url={seer.url}", f"inference.context_length={CONTEXT}",
         "rollout.prompts=1", "max_steps=2", "env.max_steps=2", "training.lr=1e-2", "training.schedule=constant",
-        "tracking.tensorboard=false", *changes,
+        "tracking.tensorboard=false", "inference.wait_s=300", *changes,
     ])  # fmt: skip
     given = Given(dataset=rows, reward_functions=[Short()], env_class=Looks)
     with build_trainer(config, given) as run:

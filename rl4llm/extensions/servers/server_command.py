@@ -101,7 +101,12 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
             "--logprobs-mode": "processed_logprobs",  # log-probs of the sampling distribution, at any temperature
         },
         environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
-        cpu_flags={"--dtype": "float32", "--enforce-eager": None, "--max-num-seqs": "64"},
+        cpu_flags={
+            "--dtype": "float32",
+            "--enforce-eager": None,
+            "--max-num-seqs": "64",
+            "--no-enable-chunked-prefill": None,  # vLLM 0.32 dies of a seeded prompt that is computed in pieces
+        },
         cpu_environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
     ),
 }

@@ -828,6 +828,23 @@ def test_log_probs_equal_a_plain_forward_at_every_temperature(real, run, full, t
 
 
 @pytest.mark.vllm
+def test_seeded_prompts_may_exceed_what_one_pass_computes(real, run, full):
+    prompts = [[3 + (number * place) % 300 for place in range(1, 480)] for number in range(1, 49)]
+
+    async def script(client):
+        await client.load(full(0, 1))
+        await client.pause("keep")  # so that they begin together
+        requests = [asyncio.create_task(client.generate(prompt, SAMPLED)) for prompt in prompts]
+        while len(client._running) < len(requests):
+            await asyncio.sleep(0.01)
+        await client.resume()
+        return await asyncio.gather(*requests)
+
+    for prompt, completion in zip(prompts, run(script), strict=True):
+        assert_sampled_by(real.models[0], prompt, completion)
+
+
+@pytest.mark.vllm
 def test_scores_of_the_real_server_equal_a_plain_forward(real, run, full):
     async def script(client):
         await client.load(full(1, 2))
