@@ -21,6 +21,8 @@ Is everything right?
     memory      the memory that `rl4llm plan` counts beside that of the allocator; offload and onload
     ipc         handles of sync.name=tensor, opened by another process
     nccl        a group of one rank over NCCL: all_reduce, and log-probs and gradients under FSDP2
+    images      the recipe `colours` with a frozen and a training image tower, in float32 and under autocast
+    stream      asynchronous steps with a server of the embedded engine on the same GPU, also with the cache kept
     deepspeed   ZeRO 1, 2, 3 and 2 with offload_optimizer on one rank: a step; from ZeRO 2 on offload, onload, another step
 
 How fast is it? These run one at a time:
@@ -53,7 +55,7 @@ from typing import Any
 
 CORRECT = {  # seconds that a check may take on a GPU
     "machine": 40, "varlen": 50, "engine": 120, "numbers": 100, "train": 190, "learn": 170, "lora": 60, "memory": 80,
-    "ipc": 50, "nccl": 60, "deepspeed": 90,
+    "ipc": 50, "nccl": 60, "images": 120, "stream": 120, "deepspeed": 90,
 }  # fmt: skip
 SPEED = {
     "decode": 90, "update": 100, "step": 240, "profile": 40, "attention": 40, "sampler": 20, "head": 20, "publish": 30,
@@ -168,6 +170,7 @@ def here(names: list[str], out: Path, *, tiny: bool, wait: bool) -> bool:
     """Run checks in this process, without limits, and return whether all passed."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
     import gpu_checks
+    import gpu_runs
     import gpu_speed
     from gpu_probe import Probe
 
@@ -178,7 +181,8 @@ def here(names: list[str], out: Path, *, tiny: bool, wait: bool) -> bool:
             sys.stdin.readline()
         for name in names:
             probe = Probe(name, out, Path(directory), tiny=tiny, limit=CHECKS[name] * (SLOWER if tiny else 1))
-            probe.run(getattr(gpu_speed if name in SPEED else gpu_checks, name), write)
+            homes = [home for home in (gpu_checks, gpu_runs, gpu_speed) if hasattr(home, name)]
+            probe.run(getattr(homes[0], name), write)
             passed = passed and not probe.failed
     return passed
 

@@ -1,0 +1,263 @@
+"""What a key does to learning: SmolLM2-135M-Instruct learns the sums of the recipe `sums`, with several values of each key.
+
+    python scripts/bench/learning.py MODEL rate group staleness [--seeds 0 1 2] [--at-once 1] [--out FILE] [--seconds 3600]
+    python scripts/bench/learning.py --table FILE                # what FILE holds, in Markdown
+    python scripts/bench/learning.py --draw FILE PICTURE.png
+
+MODEL is its directory. A case changes the recipe in the keys that `CASES` names; each case and seed is a run of the recipe's
+steps. On a GPU products are bf16, on a CPU float32. The cases of `staleness` have a server of the embedded engine beside the
+trainer, on the same device. A finished run is a JSON line, and the next call with the same FILE leaves it out. The table has
+of each case held-out success at the end, and its mean over the evaluations after the start, from the least to the most of
+the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+RECOMPUTED = {"algorithm.old_logprobs": "recomputed"}
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", TIS": {**RECOMPUTED, "algorithm.correction": "tis"},
+    ", none": {  # weighs every token 1: nothing is below or above
+        **RECOMPUTED,
+        "algorithm.correction": "token_mask",
+        "algorithm.correction_low": 0.0,
+        "algorithm.correction_high": 1e30,
+    },
+}
+
+
+def _stale(lr: float, *cases: tuple[int, str]) -> dict[str, dict[str, Any]]:
+    return {
+        f"{bound}{weight}": {"rollout.max_staleness": bound, "training.lr": lr, **WEIGHTS[weight]}
+        for bound, weight in cases
+    }
+
+
+def _lora(lr: float) -> dict[str, Any]:
+    return {"model.lora.rank": 16, "training.lr": lr}
+
+
+AT_3 = ((3, ""), (3, ", TIS"), (3, ", none"))
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "base": {"recipe": {}},
+    "staleness": _stale(1e-5, (0, ""), (1, ""), (2, ""), *AT_3, (8, "")),
+    "staleness at 3e-5": _stale(3e-5, (0, ""), *AT_3),
+    "rate": {f"{lr:.0e}": {"training.lr": lr} for lr in (1e-6, 3e-6, 3e-5, 1e-4)},
+    "LoRA rate": {f"{lr:.0e}": _lora(lr) for lr in (1e-5, 1e-4, 2e-4, 1e-3)},
+    "group": {
+        f"{prompts} x {size}": {"rollout.prompts": prompts, "rollout.group_size": size}
+        for prompts, size in ((32, 2), (16, 4), (4, 16), (2, 32))
+    },
+    "prompts": {str(count): {"rollout.prompts": count} for count in (4, 16, 32)},
+    "updates": {
+        "epochs 2": {"training.epochs": 2}, "epochs 4": {"training.epochs": 4},
+        "updates 4": {"training.updates_per_rollout": 4},
+        "epochs 4, clip_high 0.28": {"training.epochs": 4, "algorithm.clip_high": 0.28},
+    },
+    "KL": {str(coef): {"algorithm.kl_coef": coef} for coef in (0.001, 0.01, 0.1)},
+    "temperature": {str(value): {"rollout.temperature": value} for value in (0.6, 1.3)},
+    "tokens": {str(count): {"rollout.max_tokens": count} for count in (8, 16, 128)},
+    "method": {name: {"algorithm.name": name} for name in ("dapo", "dr_grpo", "rloo", "gspo", "cispo", "remax", "ppo")},
+    "dtype": {"bfloat16": {"model.dtype": "bfloat16"}, "bfloat16, 1e-6": {"model.dtype": "bfloat16", "training.lr": 1e-6}},
+}  # fmt: skip
+
+
+def on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@cache
+def served(model: str) -> Any:
+    """Return the server of this process, which ends with it."""
+    from rl4llm.extensions.servers.launch import launch
+
+    cpu = not on_gpu()
+    flags = ["threads=1", "model.autocast=none"] if cpu else []
+    return launch("embedded", [model, "--port", "0", *flags], cpu=cpu).__enter__()
+
+
+def run(model: str, data: str, steps: int, sweep: str, case: str, seed: int) -> dict[str, Any]:
+    """Train one case with one seed, and return its curve."""
+    from rl4llm.compose import build_trainer
+    from rl4llm.config import CONFIGS, load_config
+
+    warnings.simplefilter("ignore")
+    keys = dict(CASES[sweep][case])
+    if "rollout.max_staleness" in keys:
+        keys |= {"inference.name": "embedded", "inference.url": served(model).url}
+    if on_gpu():
+        keys = {"model.autocast": "none" if "model.dtype" in keys else "auto"} | keys
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "run"
+        paths = {"model.path": model, "data.path": data, "output.dir": str(output), "output.console": "quiet"}
+        more = {"seed": seed, "threads": 1, "deterministic": False, "max_steps": steps}
+        with build_trainer(
+            load_config(CONFIGS / "recipes/sums/train.yaml", {**paths, **more, **keys})
+        ) as trainer:
+            trainer.train()
+        evals, lines = (
+            [json.loads(line) for line in (output / name).read_text().splitlines()]
+            for name in ("eval.jsonl", "metrics.jsonl")
+        )
+    found = {
+        name: [round(step[name], 6) for step in lines if name in step]
+        for name in (
+            "reward/mean",
+            "time/step",
+            "mismatch/mean",
+            "staleness",
+            "grad_norm",
+            "kl/reference",
+            "entropy",
+        )
+    }
+    curve = [(row["step"], row["accuracy"]) for row in evals]
+    seconds = round(time.monotonic() - begin, 1)
+    return {"sweep": sweep, "case": case, "seed": seed, "curve": curve, "seconds": seconds} | {
+        k: v for k, v in found.items() if v
+    }
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Run all cases and seeds that are not in the file, several at once, until the time is over."""
+    deadline = time.monotonic() + options.seconds
+    done = {(row["sweep"], row["case"], row["seed"]) for row in lines_of(options.out) if "error" not in row}
+    jobs = [(name, case, seed) for name in options.sweeps for case in CASES[name] for seed in options.seeds]
+    with tempfile.TemporaryDirectory() as data:
+        from rl4llm.extensions.quickstart.sums import write_sums
+
+        write_sums(Path(data))
+        pool = ProcessPoolExecutor(options.at_once, get_context("spawn"))
+        asked = {
+            pool.submit(run, options.model, data, options.steps, *job): job for job in jobs if job not in done
+        }
+        try:
+            for future in as_completed(asked, timeout=max(0.0, deadline - time.monotonic())):
+                name, case, seed = asked[future]
+                error = future.exception()
+                row = (
+                    future.result()
+                    if error is None
+                    else {"sweep": name, "case": case, "seed": seed, "error": repr(error)[:600]}
+                )
+                with options.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(name, case, seed, row.get("curve", row.get("error")), row.get("seconds"), flush=True)
+        except TimeoutError:
+            print(
+                f"The time is over: {sum(not future.done() for future in asked)} runs are left out.",
+                flush=True,
+            )
+            for process in list(pool._processes.values()):
+                process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+def by_case(file: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """Yield sweep, case and its runs, in the order of `CASES`."""
+    rows = [row for row in lines_of(file) if "error" not in row]
+    for name, cases in CASES.items():
+        for case in cases:
+            if found := [row for row in rows if (row["sweep"], row["case"]) == (name, case)]:
+                yield name, case, found
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.1%} ({min(values):.1%} to {max(values):.1%})".replace("%", " %")
+
+
+def table(file: Path) -> str:
+    rows = ["| | | last evaluation | mean after the start | seeds |", "|---|---|---|---|---|"]
+    for name, case, runs in by_case(file):
+        last = [row["curve"][-1][1] for row in runs]
+        mean = [statistics.fmean(share for _, share in row["curve"][1:]) for row in runs]
+        rows.append(f"| {name} | {case} | {spread(last)} | {spread(mean)} | {len(runs)} |")
+    return "\n".join(rows)
+
+
+def draw(file: Path, picture: Path) -> None:
+    """Draw a panel for each sweep: of each case the mean of the seeds, and a band from least to most."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    found = list(by_case(file))
+    base = [item for item in found if item[0] == "base"]
+    names = list(dict.fromkeys(name for name, *_ in found if name != "base"))
+    columns = 3
+    figure, axes = pyplot.subplots(
+        -(-len(names) // columns), columns, figsize=(12, 2.6 * -(-len(names) // columns)), sharex=True, sharey=True,
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    for axis, name in zip(axes.flat, names, strict=False):
+        own = [item for item in found if item[0] == name]
+        for _, case, runs in [*([] if name.startswith("staleness") else base), *own]:
+            steps = [step for step, _ in runs[0]["curve"]]
+            shares = list(zip(*([share for _, share in row["curve"]] for row in runs), strict=True))
+            (line,) = axis.plot(
+                steps, [statistics.fmean(values) for values in shares], label=case, linewidth=1.4
+            )
+            axis.fill_between(
+                steps, [min(v) for v in shares], [max(v) for v in shares], alpha=0.12, color=line.get_color()
+            )
+        axis.set_title(name, fontsize=10)
+        axis.legend(fontsize=7, loc="lower right")
+    figure.supxlabel("step")
+    figure.supylabel("held-out right answers")
+    figure.savefig(picture, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("sweeps", nargs="*", metavar="SWEEP", help=f"{', '.join(CASES)} (default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e6, help="after which no run ends any more")
+    parser.add_argument("--out", type=Path, default=Path("learning.jsonl"))
+    parser.add_argument("--table", type=Path, metavar="FILE")
+    parser.add_argument("--draw", type=Path, nargs=2, metavar=("FILE", "PICTURE"))
+    options = parser.parse_args()
+    if options.table:
+        print(table(options.table))
+    elif options.draw:
+        draw(*options.draw)
+    elif options.model is None:
+        parser.error("MODEL is missing.")
+    else:
+        options.sweeps = options.sweeps or list(CASES)
+        if unknown := [name for name in options.sweeps if name not in CASES]:
+            parser.error(f"unknown: {', '.join(unknown)}. Known: {', '.join(CASES)}.")
+        sweep(options)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
