@@ -55,9 +55,9 @@ AT_3 = ((3, ""), (3, ", TIS"), (3, ", none"))
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "base": {"recipe": {}},
     "staleness": _stale(1e-5, (0, ""), (1, ""), (2, ""), *AT_3, (8, "")),
-    "staleness at 3e-5": _stale(3e-5, (0, ""), *AT_3),
+    "staleness-3e-5": _stale(3e-5, (0, ""), *AT_3),
     "rate": {f"{lr:.0e}": {"training.lr": lr} for lr in (1e-6, 3e-6, 3e-5, 1e-4)},
-    "LoRA rate": {f"{lr:.0e}": _lora(lr) for lr in (1e-5, 1e-4, 2e-4, 1e-3)},
+    "rate-lora": {f"{lr:.0e}": _lora(lr) for lr in (1e-5, 1e-4, 2e-4, 1e-3)},
     "group": {
         f"{prompts} x {size}": {"rollout.prompts": prompts, "rollout.group_size": size}
         for prompts, size in ((32, 2), (16, 4), (4, 16), (2, 32))
