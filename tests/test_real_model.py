@@ -1,5 +1,6 @@
 """SmolLM2-135M-Instruct, a pretrained model: it is checked, evaluated, trained, killed, resumed and exported."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -12,6 +13,13 @@ from downloads import smollm2
 from forked_python import python, started
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl4llm.backends.models import load_model, load_tokenizer
+from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.errors import StaleWeightsError
+from rl4llm.core.types import WeightRef
+from rl4llm.inference.local import LocalClient
+from rl4llm.sync.verify import Canary
 
 ROOT = Path(__file__).parent.parent
 QUICK = (
@@ -84,6 +92,31 @@ def test_engine_and_trainer_agree_in_bf16(sums, tmp_path):
     """Two forwards of the model, in bf16, differ by 0.033 nats on average."""
     run("train", *sums, *QUICK, "model.autocast=bfloat16", f"output.dir={tmp_path}")
     assert 1e-3 < max(mismatches(tmp_path)) < 0.1
+
+
+def test_bf16_rounding_is_no_stale_engine_swapped_layers_are(model):
+    """Two forwards may agree on the first weights, where their kernels are the same, and round apart later."""
+    loaded, tokenizer = load_model(model), load_tokenizer(model)
+    backend = TorchBackend(loaded, lr=0.0, autocast="bfloat16")
+    engine = LocalClient(loaded, tokenizer, path="fast", autocast="bfloat16")
+    canary = Canary(engine.vocab_size, dtype="bfloat16")
+
+    async def compare():
+        await engine.load(WeightRef(0))
+        canary.token_ids_BT = await canary.sample(engine)
+        expected_BT, scores = canary.expected(backend), engine.score
+        agreed = dict(zip(map(tuple, canary.token_ids_BT.tolist()), expected_BT.tolist(), strict=True))
+        engine.score = lambda token_ids: asyncio.sleep(0, agreed[tuple(token_ids)])
+        assert await canary.compare(expected_BT, engine, WeightRef(0)) == 0.0
+        engine.score = scores
+        assert 0.02 < await canary.compare(expected_BT, engine, WeightRef(0)) < 0.06
+        layers = loaded.model.layers
+        layers[10], layers[11] = layers[11], layers[10]
+        await engine.load(WeightRef(0))
+        with pytest.raises(StaleWeightsError, match="does not hold version 0"):
+            await canary.compare(expected_BT, engine, WeightRef(0))
+
+    asyncio.run(compare())
 
 
 @pytest.mark.sweep  # tests/trainers/test_training.py resumes small models after each step

@@ -81,6 +81,11 @@ class Inference:
                 self.run(self.canary.compare(expected_BT, self.client, weight_ref))
         self.ranks.wait()
 
+    def metrics(self) -> dict[str, float]:
+        """Return those of the client, and how far the engines were from the trainer after the last publish."""
+        apart = self.canary.apart if self.canary else None
+        return {**self.client.metrics(), **({} if apart is None else {"mismatch/canary": apart})}
+
     def choose_tokens(self) -> None:
         """Have an engine sample the canary's tokens for all ranks, before the first publish, while engines are awake."""
         canary = self.canary

@@ -92,7 +92,7 @@ def entropy_collapse(row: Row, first: Sequence[Row]) -> str | None:
 
 def growing_mismatch(row: Row, first: Sequence[Row]) -> str | None:
     now = _number(row, "mismatch/mean", below=0.0)
-    begin = [_number(one, "mismatch/mean", below=0.0) for one in first]
+    begin = [value for one in first if (value := _number(one, "mismatch/mean", below=-1.0)) >= 0]
     if now > LARGE:
         return f"log-probs of engine and trainer differ by {now:.3g} nats per token"
     start = statistics.median(begin) if begin else math.inf

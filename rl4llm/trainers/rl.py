@@ -146,8 +146,8 @@ class RLTrainer(BaseTrainer[RLStep]):
             metrics = {f"critic/{name.removeprefix('update/')}": value for name, value in metrics.items()}
         else:
             metrics = summarize_mismatch(metrics)
-            check_mismatch(metrics, self.inference.stop_above)
             canary = self.inference.canary
+            check_mismatch(metrics, self.inference.stop_above, canary)
             if canary and not self._warned and (warning := mismatch_warning(metrics, canary.bound)):
                 self._warned = True
                 self.warn(f"Step {self.step + 1}: {warning}")
@@ -169,7 +169,7 @@ class RLTrainer(BaseTrainer[RLStep]):
             step.metrics,
             tokens=sum(trajectory.num_tokens for trajectory in step.trajectories),
             credits=step.credits,
-            counts={**self.inference.client.metrics(), **step.counts},
+            counts={**self.inference.metrics(), **step.counts},
             trained=step.trained,
         )
 

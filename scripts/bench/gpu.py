@@ -55,7 +55,7 @@ from typing import Any
 
 CORRECT = {  # seconds that a check may take on a GPU
     "machine": 40, "varlen": 50, "engine": 120, "numbers": 100, "train": 190, "learn": 170, "lora": 60, "memory": 80,
-    "ipc": 50, "nccl": 60, "images": 120, "stream": 120, "deepspeed": 90,
+    "ipc": 50, "nccl": 60, "images": 150, "stream": 150, "deepspeed": 90,
 }  # fmt: skip
 SPEED = {
     "decode": 90, "update": 100, "step": 240, "profile": 40, "attention": 40, "sampler": 20, "head": 20, "publish": 30,

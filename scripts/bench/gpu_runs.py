@@ -23,7 +23,7 @@ ASYNC = {  # what each run changes; the first is synchronous
 
 def images(probe: Probe) -> None:
     """Do the steps of the recipe `colours` run with a frozen and a training image tower, and do both sides agree?"""
-    data, steps = probe.work / "colours", 2 if probe.tiny else 30
+    data, steps = probe.work / "colours", 2 if probe.tiny else 12
     with probe.finding("data") as found:
         found["ended"], text = probe.python(COLOURS / "data.py", data, limit=60)
         if found["ended"]:
@@ -59,7 +59,7 @@ def stream(probe: Probe) -> None:
             )
             more = (
                 "rollout={prompts: 8, max_tokens: 24}",
-                "max_steps=8",
+                "max_steps=6",
                 "eval.every=0",
                 "checkpoint.every=0",
             )

@@ -383,6 +383,16 @@ def test_a_deep_model_passes_in_every_precision(deep):
         assert random > 0.25  # nats, which was the limit
 
 
+def test_kernels_that_agreed_at_first_may_round_apart_later(deep):
+    deep.sample()
+    exact = deep.canary.expected(deep.backend).tolist()
+    scores = deep.engine.score
+    deep.engine.score = lambda ids: asyncio.sleep(0, exact[deep.canary.token_ids_BT.tolist().index(ids)])
+    assert deep.verify() == deep.canary.apart == 0.0
+    deep.engine.score = scores
+    assert deep.verify() == deep.canary.apart
+
+
 def test_two_swapped_layers_are_found_in_every_precision(deep):
     deep.sample()
     deep.verify()

@@ -64,6 +64,12 @@ def test_a_sign_that_comes_and_goes_raises_no_alert(name):
     assert told([{}] * 6 + [SICK[name], SICK[name], {}] * 20) == []
 
 
+def test_a_mismatch_grows_from_the_steps_that_measured_it():
+    """A step of old tokens only measures none, which is not 0."""
+    rows = [{"mismatch/mean": 0.036}, *[{"mismatch/mean": None}] * 4, *[{"mismatch/mean": 0.04}] * 12]
+    assert told(rows) == []
+
+
 def test_all_rules_have_a_sick_run_here():
     assert {rule.name for rule in RULES} == SICK.keys()
 

@@ -14,7 +14,7 @@ from vowels import Vowels
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.api import GRPOTrainer
 from rl4llm.core.base_env import BaseMDPEnv
-from rl4llm.core.errors import ConfigError, StaleWeightsError, TooManyFailuresError
+from rl4llm.core.errors import ConfigError, MismatchError, StaleWeightsError, TooManyFailuresError
 from rl4llm.core.types import ChatMessage
 from rl4llm.envs.stored import is_played
 from rl4llm.envs.stream import Staleness
@@ -384,6 +384,22 @@ def test_every_prompt_trains_once_and_within_the_bound(trainer, tmp_path, algori
     assert all(step - 3 <= min(versions) <= max(versions) <= step - 1 for step, versions in found)
     assert [row["step"] for row in steps_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     assert {step for step, _ in found} == {1, 2, 3, 4, 5, 6}
+    assert all(0 < row["mismatch/canary"] < 1e-4 for row in steps_of(tmp_path / "run"))
+
+
+def test_old_tokens_hide_no_mismatch(trainer, monkeypatch):
+    """Where a step trains old tokens only, the canary's stop a run whose engine computes something else."""
+    monkeypatch.setattr("rl4llm.trainers.rl.token_mismatch", lambda *_: {})
+    made = trainer("run", mismatch={"stop_above": 0.01})
+    compare = made.trainer.inference.canary.compare
+
+    async def compare_far_apart(*given):
+        await compare(*given)
+        made.trainer.inference.canary.apart = 0.02
+
+    made.trainer.inference.canary.compare = compare_far_apart
+    with pytest.raises(MismatchError, match=r"0\.02 nats .*of the canary's tokens"):
+        made.train()
 
 
 def test_a_loop_of_a_user_plays_whole_rounds(trainer):
