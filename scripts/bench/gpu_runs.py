@@ -14,6 +14,10 @@ from rl4llm.extensions.servers.launch import launch
 
 COLOURS = ROOT / "configs/recipes/colours"
 PRECISION = {"float32": ("model.autocast=none",), "autocast": ("model.autocast=bfloat16",)}
+SHOWN = (
+    "mismatch/mean", "mismatch/max", "mismatch/canary", "staleness", "staleness/max",
+    "time/step", "time/rollout", "time/update", "time/publish", "time/verify",
+)  # fmt: skip
 ASYNC = {  # what each run changes; the first is synchronous
     "taking turns": (), "bound 2": ("rollout.max_staleness=2",),
     "kept cache": ("rollout.max_staleness=2", "inference.keep_cache=true"),
@@ -80,9 +84,5 @@ def _trained(probe: Probe, name: str, config: Path, *keys: str) -> None:
         if code or not steps:
             found["error"] = f"{code}: {text[-400:]}"
             return
-        found |= {
-            name: steps[-1][name]
-            for name in ("mismatch/mean", "mismatch/max", "time/step", "staleness", "staleness/max")
-            if name in steps[-1]
-        }
+        found |= {name: steps[-1][name] for name in SHOWN if name in steps[-1]}
         found["rewards"] = [round(step["reward/mean"], 3) for step in steps[:: max(1, len(steps) // 6)]]

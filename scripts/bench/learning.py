@@ -51,6 +51,10 @@ def _lora(lr: float) -> dict[str, Any]:
     return {"model.lora.rank": 16, "training.lr": lr}
 
 
+SHOWN = (
+    "reward/mean", "grad_norm", "kl/reference", "entropy", "staleness", "mismatch/mean", "mismatch/canary",
+    "time/step", "time/rollout", "time/update", "time/publish", "time/verify",
+)  # fmt: skip
 AT_3 = ((3, ""), (3, ", TIS"), (3, ", none"))
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "base": {"recipe": {}},
@@ -116,18 +120,7 @@ def run(model: str, data: str, steps: int, sweep: str, case: str, seed: int) -> 
             [json.loads(line) for line in (output / name).read_text().splitlines()]
             for name in ("eval.jsonl", "metrics.jsonl")
         )
-    found = {
-        name: [round(step[name], 6) for step in lines if name in step]
-        for name in (
-            "reward/mean",
-            "time/step",
-            "mismatch/mean",
-            "staleness",
-            "grad_norm",
-            "kl/reference",
-            "entropy",
-        )
-    }
+    found = {name: [round(step[name], 6) for step in lines if name in step] for name in SHOWN}
     curve = [(row["step"], row["accuracy"]) for row in evals]
     seconds = round(time.monotonic() - begin, 1)
     return {"sweep": sweep, "case": case, "seed": seed, "curve": curve, "seconds": seconds} | {
