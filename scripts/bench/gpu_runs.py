@@ -21,7 +21,6 @@ SHOWN = (
 ASYNC = {  # what each run changes; the first is synchronous
     "taking turns": (), "bound 2": ("rollout.max_staleness=2",),
     "kept cache": ("rollout.max_staleness=2", "inference.keep_cache=true"),
-    "tensor": ("rollout.max_staleness=1", "sync.name=tensor"),
 }  # fmt: skip
 
 

@@ -158,13 +158,12 @@ def sweep(options: argparse.Namespace) -> None:
                     file.write(json.dumps(row) + "\n")
                 print(name, case, seed, row.get("curve", row.get("error")), row.get("seconds"), flush=True)
         except TimeoutError:
-            print(
-                f"The time is over: {sum(not future.done() for future in asked)} runs are left out.",
-                flush=True,
-            )
+            left = sum(not future.done() for future in asked)
+            print(f"The time is over: {left} runs are left out.", flush=True)
+            pool.shutdown(wait=False, cancel_futures=True)
             for process in list(pool._processes.values()):
-                process.terminate()
-        pool.shutdown(cancel_futures=True)
+                process.kill()  # its server ends with it
+        pool.shutdown()
 
 
 def by_case(file: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
@@ -199,7 +198,7 @@ def draw(file: Path, picture: Path) -> None:
     found = list(by_case(file))
     base = [item for item in found if item[0] == "base"]
     names = list(dict.fromkeys(name for name, *_ in found if name != "base"))
-    columns = 3
+    columns = 2 if len(names) <= 4 else 3
     figure, axes = pyplot.subplots(
         -(-len(names) // columns), columns, figsize=(12, 2.6 * -(-len(names) // columns)), sharex=True, sharey=True,
         squeeze=False, layout="constrained",
@@ -218,7 +217,7 @@ def draw(file: Path, picture: Path) -> None:
                 steps, [min(v) for v in shares], [max(v) for v in shares], alpha=0.12, color=line.get_color()
             )
         axis.set_title(name, fontsize=10)
-        axis.legend(fontsize=7, loc="lower right")
+        axis.legend(fontsize=7, loc="upper left")
     figure.supxlabel("step")
     figure.supylabel("held-out right answers")
     figure.savefig(picture, dpi=110)
@@ -233,7 +232,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--at-once", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1e6, help="after which no run ends any more")
+    parser.add_argument(
+        "--seconds", type=float, default=1e6, help="that it may take; runs that have not ended then are lost"
+    )
     parser.add_argument("--out", type=Path, default=Path("learning.jsonl"))
     parser.add_argument("--table", type=Path, metavar="FILE")
     parser.add_argument("--draw", type=Path, nargs=2, metavar=("FILE", "PICTURE"))
