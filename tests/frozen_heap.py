@@ -21,3 +21,4 @@ for module in pkgutil.walk_packages(rl4llm.__path__, "rl4llm.", onerror=lambda n
         importlib.import_module(module.name)
 gc.collect()
 gc.freeze()
+gc.set_threshold(700, 10, 10)  # Python's default: only imports are left alone

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forked_python import python
+
 TESTS = Path(__file__).parent
 DIFFERS = """
 import random
@@ -25,3 +27,10 @@ def test_long_values_that_differ_are_reported_at_once(tmp_path):
     )
     assert done.returncode == 1
     assert "At index 0 diff" in done.stdout
+
+
+def test_the_collector_spares_the_imports_of_programs_and_forks(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import gc; print(gc.get_threshold(), gc.get_freeze_count() > 100_000)")
+    started = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    assert (started.stdout, python(program).stdout) == ("(20000, 10, 100) False\n", "(700, 10, 10) True\n")
