@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -65,14 +66,33 @@ class Kernel:
                 return said
 
 
-@pytest.fixture(scope="module")
-def kernel(model_dir, tmp_path_factory):
-    from jupyter_client.manager import start_new_kernel
+@contextmanager
+def started(python, directory):
+    """Yield a kernel of this Python in a directory."""
+    from jupyter_client.manager import KernelManager
 
-    manager, client = start_new_kernel(
-        kernel_name="python3", cwd=str(tmp_path_factory.mktemp("notebook")), startup_timeout=CELL_S
-    )
-    kernel = Kernel(manager, client)
+    manager = KernelManager(kernel_name="python3")
+    manager.kernel_spec.argv[0] = python
+    manager.start_kernel(cwd=str(directory))
+    client = manager.client()
+    try:
+        client.start_channels()
+        client.wait_for_ready(timeout=CELL_S)
+        yield Kernel(manager, client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel(model_dir, warm_python, tmp_path_factory):
+    with started(warm_python, tmp_path_factory.mktemp("notebook")) as kernel:
+        prepare(kernel, model_dir)
+        yield kernel
+
+
+def prepare(kernel, model_dir):
+    """Run the snippet of the README, and the cells that define what the tests use."""
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     snippet = next(block for block in blocks if "GRPOTrainer(" in block)
     snippet = snippet.replace("path/to/model", str(model_dir)).replace(
@@ -80,9 +100,6 @@ def kernel(model_dir, tmp_path_factory):
     )
     kernel.readme = kernel.run(snippet)
     assert not kernel.run(f"MODEL = {str(model_dir)!r}\n{CELLS}")
-    yield kernel
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
 
 
 def test_the_snippet_of_the_readme_trains(kernel):

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_notebook import CELL_S, Kernel
+from test_notebook import started
 
 TUTORIAL = Path(__file__).parent.parent / "examples" / "tutorial"
 PROMISES = {  # of each chapter, in names of its cells
@@ -34,19 +34,13 @@ def cells(name, kind):
 
 
 @pytest.mark.parametrize("name", PROMISES)
-def test_chapter_keeps_its_promise(desk, name):
-    from jupyter_client.manager import start_new_kernel
-
-    manager, client = start_new_kernel(kernel_name="python3", cwd=str(desk), startup_timeout=CELL_S)
-    try:
-        kernel = Kernel(manager, client)
+def test_chapter_keeps_its_promise(desk, warm_python, name):
+    with started(warm_python, desk) as kernel:
+        kernel.run("%matplotlib inline")  # it is imported already
         for code in cells(name, "code"):
             said = kernel.run(code)
             assert "Traceback" not in said, said
         assert "kept: True" in kernel.run(f"print('kept:', bool({PROMISES[name]}))")
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
 
 
 @pytest.mark.parametrize("name", PROMISES)
