@@ -27,6 +27,7 @@ QUICK = (
     "checkpoint.every=0", "max_steps=2", "tracking.tensorboard=false",
     "rewards=[{name: length, unit: chars, max_length: 1, margin: 100}]",
 )  # fmt: skip
+PAIRS = "rollout.group_size=2"  # enough where a tolerance is far from what is measured
 
 
 def run(*arguments):
@@ -72,13 +73,13 @@ def assert_same(left, right):
 
 
 def test_every_check_passes_under_autocast(sums, tmp_path):
-    sizes = ("rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=8")
+    sizes = ("rollout.prompts=1", "rollout.group_size=2", "rollout.max_tokens=8")
     said = run("check", *sums, *sizes, "model.autocast=bfloat16", f"output.dir={tmp_path}")
     assert "All checks passed" in said
 
 
 def test_it_solves_some_sums_before_training(sums, tmp_path):
-    run("eval", *sums, "eval.limit=24", f"output.dir={tmp_path}", "--out", tmp_path / "answers.json")
+    run("eval", *sums, "eval.limit=16", f"output.dir={tmp_path}", "--out", tmp_path / "answers.json")
     scores = json.loads((tmp_path / "answers.json").read_text())["scores"]
     assert 0 < scores["pass@1"]["value"] < 0.6
 
@@ -90,7 +91,7 @@ def test_engine_and_trainer_agree_in_float32(whole):
 
 def test_engine_and_trainer_agree_in_bf16(sums, tmp_path):
     """Two forwards of the model, in bf16, differ by 0.033 nats on average."""
-    run("train", *sums, *QUICK, "model.autocast=bfloat16", f"output.dir={tmp_path}")
+    run("train", *sums, *QUICK, PAIRS, "model.autocast=bfloat16", f"output.dir={tmp_path}")
     assert 1e-3 < max(mismatches(tmp_path)) < 0.1
 
 
@@ -156,6 +157,5 @@ def test_two_steps_through_a_real_sglang_agree(sglang_python, model, sums, tmp_p
     flags = ["--model-path", str(model), "--port", "0", "--dtype", "float32"]
     with launch("sglang", flags, python=sglang_python, cpu=True, ready_within_s=600) as server:
         through = ("inference.name=sglang", f"inference.url={server.url}")
-        words = [*sums, *QUICK, *through, f"output.dir={tmp_path / 'run'}"]
-        subprocess.run([sys.executable, "-m", "rl4llm", "train", *map(str, words)], check=True)
+        run("train", *sums, *QUICK, PAIRS, *through, f"output.dir={tmp_path / 'run'}")
     assert max(mismatches(tmp_path / "run")) < 3e-5  # measured: 1.2e-5 and less
