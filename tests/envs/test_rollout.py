@@ -675,19 +675,13 @@ def test_an_environment_that_hangs_does_not_keep_the_process(model_dir):
 
 
 class HangsOn(Length):
-    """Hangs on the samples of one prompt; `first` raises before that, on the whole batch."""
+    """Hangs on the samples of one prompt."""
 
-    score_timeout_s = 0.3
+    score_timeout_s = 1.5
 
-    def __init__(self, prompt, first=None):
+    def __init__(self, prompt):
         super().__init__()
-        self.prompt, self.first = prompt, first
-        self.released = threading.Event()
-
-    def score_batch(self, samples):
-        if self.first is not None and len(samples) > 1:
-            raise self.first
-        return super().score_batch(samples)
+        self.prompt, self.released = prompt, threading.Event()
 
     def __call__(self, messages, ground_truth, **kwargs):
         if ground_truth == self.prompt:
@@ -700,18 +694,9 @@ def test_reward_that_hangs_fails_all_its_samples_at_its_deadline(play_scripted, 
     result = play_scripted(ThreeTurns, ScriptedClient(tokenizer, {"": ["85"]}), rewards=[reward])
     reward.released.set()
     assert {sample.failure for sample in result.failed} == {
-        "reward 'length' took more than 0.3 s on 3 samples"  # a batch is the groups that have ended
+        "reward 'length' took more than 1.5 s on 3 samples"  # a batch is the groups that have ended
     }
     assert {trajectory.prompt_id for trajectory in result.trajectories} == {"p1"}
-
-
-def test_reward_deadline_covers_all_samples_scored_one_by_one(play_scripted, tokenizer):
-    reward = HangsOn(prompt=1, first=ValueError("not this batch"))
-    result = play_scripted(ThreeTurns, ScriptedClient(tokenizer, {"": ["85"]}), rewards=[reward], prompts=3)
-    waiting = [thread for thread in threading.enumerate() if thread.name == "rl4llm-reward-length"]
-    reward.released.set()
-    assert {trajectory.prompt_id for trajectory in result.trajectories} == {"p0"}
-    assert len(result.failed) == 6 and len(waiting) == 1
 
 
 class Gate(Length):

@@ -14,6 +14,7 @@ import torch
 from rl4llm.core.base_env import BaseRewardFunction, ChatMessage, RewardExample, SampleState
 from rl4llm.core.errors import RewardError
 from rl4llm.rewards import RewardFailure
+from rl4llm.rewards.ask import Broken, ask
 from rl4llm.rewards.combine import weighted_sum
 from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.scoring import _turns, score
@@ -302,6 +303,38 @@ def test_a_reward_over_its_time_limit_fails_its_samples():
     assert scores.reward.isnan().all()
     assert batch[0].failure == "reward 'told' took more than 0.2 s on 2 samples"
     assert score(samples("a"), [Told({"a": 1.0})], timeout_s=30).reward.tolist() == [1.0]
+
+
+class Left:
+    """A deadline by what is left of it at each look, on a machine of any speed; then nothing is."""
+
+    slow_after_s, timeout_s = 60.0, 0.3
+
+    def __init__(self, *seconds):
+        self.seconds = list(seconds)
+
+    @property
+    def left_s(self):
+        return self.seconds.pop(0) if self.seconds else 0.0
+
+
+def test_a_deadline_covers_all_samples_scored_one_by_one():
+    class Hangs(BaseRewardFunction):
+        def score_batch(self, samples):
+            if len(samples) > 1:
+                raise ValueError("not this batch")
+            return super().score_batch(samples)
+
+        def __call__(self, messages, ground_truth, **kwargs):
+            return released.wait(60) if messages[-1].content == "hangs" else 1.0
+
+    released, batch, before_and_in_one = threading.Event(), 60, (60, 60)
+    left = Left(batch, *before_and_in_one, *before_and_in_one[:1], 0.05)
+    first, *others = ask(Hangs("hangs"), samples("a", "hangs", "b", "c"), left)
+    waiting = [thread for thread in threading.enumerate() if thread.name == "rl4llm-reward-hangs"]
+    released.set()
+    assert first == [1.0] and len(waiting) == 1
+    assert others == [Broken("timeout", "reward 'hangs' took more than 0.3 s on 1 samples")] * 3
 
 
 def test_a_reward_that_takes_long_is_named_in_the_log(caplog):
