@@ -34,3 +34,9 @@ def test_the_collector_spares_the_imports_of_programs_and_forks(tmp_path):
     program.write_text("import gc; print(gc.get_threshold(), gc.get_freeze_count() > 100_000)")
     started = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
     assert (started.stdout, python(program).stdout) == ("(20000, 10, 100) False\n", "(700, 10, 10) True\n")
+
+
+def test_each_of_the_longest_files_exists(pytestconfig):
+    longest = pytestconfig.pluginmanager.get_plugin(str(TESTS / "conftest.py")).LONGEST
+    names = [file.stem for file in TESTS.rglob("test_*.py")]
+    assert [name for name in longest if name not in names] == [] and len(set(longest)) == len(longest)
