@@ -126,11 +126,11 @@ def test_old_environments_need_an_old_verifiers(folder):
 def test_a_configuration_trains_on_old_verifiers(model_dir, tmp_path, python):
     small = SmallRun.at(tmp_path, model_dir)
     env = ["env.name=verifiers", f"env.task={TASK}", f"env.python={python}", "env.options={kind: sums}"]
-    run = ["env.processes=2", "data.path=null", "rewards=null", "rollout.prompts=1", "max_steps=2"]
+    run = ["env.processes=2", "data.path=null", "rewards=null", "rollout.prompts=1", "max_steps=1"]
     assert main(["train", *small.into("run", *env, *run)]) == 0
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["reward/verifiers"] for step in steps] == pytest.approx(
         [0.5 * step["env/sums"] + 0.25 * step["env/shortest"] for step in steps]
     )
-    assert len(steps) == 2 and any(step["reward/std"] > 0 and step["grad_norm"] > 0 for step in steps)
+    assert len(steps) == 1 and all(step["reward/std"] > 0 and step["grad_norm"] > 0 for step in steps)
     assert all(step["env/generated_tokens"] == step["env/trained_tokens"] > 0 for step in steps)
