@@ -40,13 +40,12 @@ class Staleness:
 class Round:
     """Prompts that all ranks drew together, and the episodes of this rank's share.
 
-    Its random numbers derive from its `number`, which a round that replaces groups of another shares with it, and from
-    `refill`, the number of such rounds. `cursor` is the state of the prompts before it. Of its `total` draws, which are
-    numbered over all ranks, `taken` have been handed over; those of this rank begin at `first`.
+    Its random numbers derive from its `number`, which a round that replaces groups of another shares with it, and from the
+    count of such rounds. `cursor` is the state of the prompts before it. Of its `total` draws, which are numbered over all
+    ranks, `taken` have been handed over; those of this rank begin at `first`.
     """
 
     number: int
-    refill: int
     cursor: Mapping[str, Any]
     total: int
     first: int
@@ -147,8 +146,8 @@ class GroupStream:
     def state(self) -> dict[str, Any]:
         """Return where a resumed run continues, as JSON values. `stored` keeps what was not taken."""
         rounds = [
-            {name: getattr(one, name) for name in ("number", "refill", "cursor", "total", "taken")}
-            for one in self.rounds
+            {name: getattr(one, name) for name in ("number", "cursor", "total", "taken")}
+            for one in self.rounds  # none replaces groups, as such a round is taken whole
         ]
         now = {"round": self._number, "refill": self._refill, "rounds": rounds}
         return {"prompts": self._prompts.state(), **now}
@@ -157,7 +156,7 @@ class GroupStream:
         """Continue from `state`. Episodes begin with the next draw, when the engines have the weights."""
         for one in state["rounds"]:
             self._prompts.restore(one["cursor"])
-            self._number, self._refill = one["number"], one["refill"]
+            self._number = one["number"]
             self.rounds.append(self._draw(one["total"]))
             self.rounds[-1].taken = one["taken"]
         self._prompts.restore(state["prompts"])
@@ -186,7 +185,7 @@ class GroupStream:
             **self._how(),
         )
         first = total * prompts.rank // prompts.world_size
-        return Round(self._number, self._refill, cursor, total, first, rows, units)
+        return Round(self._number, cursor, total, first, rows, units)
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.stream import GroupStream
 from rl4llm.runtime.runner import Runner
 
-ROWS, SHARE = 7, 3
+ROWS, SHARE, STEPS = 7, 3, 12
 
 
 class Unit:
@@ -45,15 +45,23 @@ class Engine:
 
     def begin(self, rows, *, step, first_index, earlier, **how):
         seen, units = Counter(earlier), []
+        if self.plays_whole:
+            return [Unit(self, (step, first_index, *rows), self)]
         for row in rows:
             units.append(Unit(self, (step, first_index, row, seen[row]), self))
             seen[row] += 1
         return units
 
 
+class Whole(Engine):
+    """Plays all rows together, as the interaction loop of a user does."""
+
+    plays_whole = True
+
+
 def prompts_of(kind, rank=0, world_size=1):
     own = {"rank": rank, "world_size": world_size}
-    if kind == "stream":
+    if kind != "mixture":
         return PromptStream(ROWS, SHARE, seed=1, **own)
     parts = {"a": PromptStream(4, 1), "b": PromptStream(3, 1)}
     return MixedPrompts(parts, {"a": 1, "b": 2}, batch_size=SHARE, **own)
@@ -63,12 +71,12 @@ def stream_of(runner, engine, prompts):
     return GroupStream(engine, prompts, runner, dict)
 
 
-def train(engine, stream, steps, staleness, *, step=0, refills=lambda step: 0, share=SHARE):
-    """Take steps as a trainer does, which publishes after each; return the draws that each step trains."""
+def train(engine, stream, steps, staleness, *, step=0, last=STEPS, refills=lambda step: 0, share=SHARE):
+    """Take steps of a run as a trainer does, which publishes after each; return the draws that each step trains."""
     trained = []
     for now in range(step, step + steps):
         engine.version = now
-        while (missing := share * (staleness + 1) - stream.left) > 0:
+        while (missing := share * min(staleness + 1, last - now) - stream.left) > 0:
             stream.admit(min(missing, share))
         units = stream.take(share)[1] + (stream.take(refills(now))[1] if refills(now) else [])
         for unit in units:
@@ -82,49 +90,36 @@ def train(engine, stream, steps, staleness, *, step=0, refills=lambda step: 0, s
 @pytest.mark.parametrize("seed", range(3))
 def test_no_token_is_older_than_the_bound(seed, staleness):
     choose = random.Random(seed)
-    refills = Counter({step: choose.randrange(0, 5) for step in range(12)})
+    refills = Counter({step: choose.randrange(0, 5) for step in range(STEPS)})
     with Runner() as runner:
         engine = Engine(seed)
         stream = stream_of(runner, engine, prompts_of("stream"))
-        trained = train(engine, stream, 12, staleness, refills=refills.__getitem__)
+        trained = train(engine, stream, STEPS, staleness, refills=refills.__getitem__)
         stream.close()
     draws = [draw for step in trained for draw in step]
     assert len(draws) == len(set(draws))  # none twice
-    assert len(draws) == 12 * SHARE + refills.total()
-    assert draws == engine.begun[: len(draws)]  # in the order in which they were drawn, and none is lost
-    assert len(engine.begun) <= len(draws) + staleness * SHARE
+    assert len(draws) == STEPS * SHARE + refills.total()
+    assert draws == engine.begun  # in the order in which they were drawn, and none is lost
 
 
-@pytest.mark.parametrize("kind", ["stream", "mixture"])
+@pytest.mark.parametrize("kind", ["stream", "mixture", "whole"])
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_resumed_run_trains_what_the_other_would(kind, staleness):
-    refills = {1: 2, 3: 4, 5: 1}
+    engine_of = Whole if kind == "whole" else Engine
+    how = {"last": 8, "refills": lambda step: {1: 2, 3: 4, 5: 1, 6: 2, 7: 1}.get(step, 0)}
     with Runner() as runner:
-        whole = train(
-            engine := Engine(0),
-            stream_of(runner, engine, prompts_of(kind)),
-            8,
-            staleness,
-            refills=lambda step: refills.get(step, 0),
-        )
+        engine = engine_of(0)
+        whole = train(engine, stream_of(runner, engine, prompts_of(kind)), 8, staleness, **how)
         for killed in range(1, 8):
-            first = Engine(killed)
+            first = engine_of(killed)
             stream = stream_of(runner, first, prompts_of(kind))
-            begin = train(first, stream, killed, staleness, refills=lambda step: refills.get(step, 0))
+            begin = train(first, stream, killed, staleness, **how)
             state = json.loads(json.dumps(stream.state()))
-            again = Engine(killed + 10)
+            again = engine_of(killed + 10)
             resumed = stream_of(runner, again, prompts_of(kind))
             resumed.restore(state)
             assert resumed.left == stream.left and not again.begun  # the engines have no weights yet
-            rest = train(
-                again,
-                resumed,
-                8 - killed,
-                staleness,
-                step=killed,
-                refills=lambda step: refills.get(step, 0),
-            )
-            assert begin + rest == whole
+            assert begin + train(again, resumed, 8 - killed, staleness, step=killed, **how) == whole
 
 
 @pytest.mark.parametrize("kind", ["stream", "mixture"])
@@ -174,17 +169,14 @@ def test_the_first_error_of_a_round_reaches_who_takes_it():
 
 def test_a_loop_of_a_user_gets_whole_rounds():
     with Runner() as runner:
-        engine = Engine(0)
-        engine.plays_whole = True
-        engine.begin = lambda rows, **how: [Unit(engine, tuple(rows), engine)]
-        stream = stream_of(runner, engine, prompts_of("stream"))
+        engine = Whole(0)
+        stream = stream_of(runner, engine, prompts_of("whole"))
         stream.admit(SHARE)
         stream.admit(SHARE)
         first, second = stream.take(SHARE), stream.take(2)
         assert [len(units) for _, units in (first, second)] == [1, 1]
-        assert (
-            len(second[1][0].draw) == 2 and stream.left == SHARE
-        )  # a refill is a round, which begins at once
+        # A refill is a round, which begins at once.
+        assert len(second[0]) == 2 and stream.left == SHARE
 
 
 def test_what_still_plays_ends_with_the_stream():
