@@ -118,8 +118,7 @@ class RLTrainer(BaseTrainer[RLStep]):
     def prepare(self, step: RLStep) -> list[Update]:
         """Return the optimizer steps of this rollout: credits, packed batches, passes of other models, advantages."""
         with self.clock("prepare"):
-            if not self.stream.left:
-                self.inference.lend_device(self.backend)
+            self.inference.lend_device(self.backend)
             reference, needs = self._moving_reference, self.algorithm.needs()
             if reference and self.step and self.step % needs.reference_every == 0:
                 reference.take_weights(self.backend.own_weights())
