@@ -338,8 +338,18 @@ def test_ranks_train_the_same_draws_ahead_of_a_slow_one(on_ranks, model_dir, tok
         rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         played[bound] = [sorted((row["prompt_id"], row["sample"]) for row in step) for step in rows]
     assert played[0] == played[2] and len(played[0]) == 10  # files of steps and ranks
-    ages = [row["staleness/max"] for row in metrics(tmp_path / "2") if "loss" in row]
-    assert 1 <= max(ages) <= 2
+    told = {row["step"]: (row["staleness"], row["staleness/max"]) for row in metrics(tmp_path / "2")}
+    assert told == {step: pytest.approx(ages_of(step, rows)) for step in range(1, 6)}  # of all ranks
+    assert 1 <= max(oldest for _, oldest in told.values()) <= 2
+
+
+def ages_of(step, files):
+    """Return the mean and the greatest age of the tokens that a step trains, from the episodes of all ranks."""
+    spans = [span for file in files for row in file if row["step"] == step for span in row["spans"]]
+    spans = [
+        (step - 1 - span["version"], len(span["token_ids"])) for span in spans if span["author"] == "policy"
+    ]
+    return sum(age * size for age, size in spans) / sum(size for _, size in spans), max(spans)[0]
 
 
 def stopped_ahead(ranks, *given):
@@ -350,11 +360,16 @@ def stopped_ahead(ranks, *given):
 
 
 def taken_over(ranks, *given):
-    """Return how many draws this rank takes over from a checkpoint, and which of its files it reads."""
+    """Return how many draws this rank takes over from a checkpoint, which of its files it reads, and what the run says."""
     run = trainer(ranks, *given[:-1], ALGORITHMS["grpo"], {"name": "torch"}, **given[-1])
-    with run.trainer as loop, patch.object(stored, "read_played", wraps=stored.read_played) as read:
+    with (
+        run.trainer as loop,
+        patch.object(stored, "read_played", wraps=stored.read_played) as read,
+        patch.object(loop.tracker, "note") as note,
+    ):
         loop.resume()
-        return loop.stream.kept, sorted(file.name for file in read.call_args.args[0])
+        files = sorted(file.name for file in read.call_args.args[0])
+        return loop.stream.kept, files, note.call_args.args[0]
 
 
 def test_a_rank_reads_what_it_played_and_another_number_all(on_ranks, alone, model_dir, tokenizer, tmp_path):
@@ -364,8 +379,10 @@ def test_a_rank_reads_what_it_played_and_another_number_all(on_ranks, alone, mod
         }  # fmt: skip
         given = model_dir, tmp_path, options
         on_ranks(stopped_ahead, *given)
-        assert on_ranks(taken_over, *given) == [(4, ["played-0.jsonl"]), (4, ["played-1.jsonl"])]
-        assert taken_over(alone, *given) == (8, ["played-0.jsonl", "played-1.jsonl"])
+        said = "8 prompts have been played; 0 are played again, from their seeds"
+        own = [(4, [f"played-{rank}.jsonl"], said) for rank in range(2)]
+        assert on_ranks(taken_over, *given) == own
+        assert taken_over(alone, *given) == (8, ["played-0.jsonl", "played-1.jsonl"], said)
 
 
 class Sleeper(FaultServer):

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import threading
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from vowels import Vowels
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.api import GRPOTrainer
-from rl4llm.core.base_env import BaseMDPEnv
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError, MismatchError, StaleWeightsError, TooManyFailuresError
 from rl4llm.core.types import ChatMessage
 from rl4llm.envs.stored import is_played
@@ -45,6 +47,17 @@ class Early(Vowels):
         if any(step_of(sample) >= 1 for sample in samples):
             begun.set()
         return super().score_batch(samples)
+
+
+class Distinct(BaseRewardFunction):
+    """Every answer is worth another amount, except those to two of the six prompts."""
+
+    def __init__(self):
+        super().__init__("distinct")
+        self.amounts = itertools.count()
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        return 0.5 if messages[0].content in ("Say 1.", "Say 4.") else next(self.amounts) / 100
 
 
 class Breaks(GRPO):
@@ -232,10 +245,8 @@ def test_a_repeatable_run_plays_nothing_across_a_checkpoint(trainer, tmp_path):
     measured = ["mismatch/max" in row for row in rows]
     assert measured == [True, False, False, True, False, False]  # where a token has the newest weights
     assert all(row["mismatch/max"] < 1e-4 for row in rows if "mismatch/max" in row)
-    episodes = [
-        json.loads(line) for file in (tmp_path / "run" / "episodes").glob("*.jsonl") for line in file.open()
-    ]
-    assert episodes
+    # The ratio is relative to the log-probs that sampled, so it is 1 only for the newest weights.
+    assert [row["ratio/max"] < 1 + 1e-4 for row in rows] == measured
 
 
 def test_an_interrupted_run_resumes_and_skips_no_prompt(trainer, tmp_path):
@@ -265,7 +276,8 @@ def stop_after_one(trainer, name, **options):
     stopped.trainer._stop_requested.set()
     stopped.train()
     assert stopped.trainer.step == 1
-    assert stopped.trainer.prompts.state()["consumed"] == 4  # those of the second step are begun
+    ahead = stopped.trainer.staleness.limit
+    assert stopped.trainer.prompts.state()["consumed"] == 2 + 2 * ahead  # those of the next steps are begun
 
 
 def test_a_resumed_run_trains_what_was_played_before(trainer, served):
@@ -290,13 +302,14 @@ def test_episodes_that_still_played_are_played_again(trainer, served):
 
 
 def test_what_would_be_too_old_after_a_resume_is_played_again(trainer):
-    stop_after_one(trainer, "stopped")
-    for limit, kept in ((1, 2), (0, 0)):
-        resumed = trainer("stopped")
+    """All of version 0, two prompts for step 2 and two for step 3."""
+    stop_after_one(trainer, "stopped", **{"rollout.max_staleness": 2})
+    for limit, kept in ((2, 4), (1, 2), (0, 0)):
+        resumed = trainer("stopped", **{"rollout.max_staleness": 2})
         resumed.trainer.staleness = Staleness(limit, repeatable=True)
         with contextlib.closing(resumed.trainer):
             resumed.trainer.resume()
-            assert (resumed.trainer.stream.left, resumed.trainer.stream.kept) == (2, kept)
+            assert (resumed.trainer.stream.left, resumed.trainer.stream.kept) == (4, kept)
 
 
 def test_what_fails_ahead_stops_the_step_that_would_train_on_it(trainer, tmp_path):
@@ -315,6 +328,17 @@ def test_a_run_that_ends_gives_up_what_plays_ahead(trainer, tmp_path):
     with pytest.raises(Interrupted):
         trainer("run", Endless, algorithm={"name": f"{__name__}:Stops"}, **{"env.max_steps": 2}).train()
     assert set(ended) == {"cancelled"}
+
+
+def test_engines_stay_open_for_episodes_that_do_not_end(trainer):
+    loop = trainer("run").trainer
+    with patch.object(loop.stream, "close", return_value=False), patch.object(loop, "warn") as warn:
+        loop.close()
+    try:
+        assert "leaving the engines running" in warn.call_args.args[0]
+        assert loop.inference.run(asyncio.sleep(0, "open")) == "open"
+    finally:
+        loop.inference.close()
 
 
 def test_staleness_needs_servers(trainer):
@@ -402,6 +426,21 @@ def test_old_tokens_hide_no_mismatch(trainer, monkeypatch):
         made.train()
 
 
+def test_dropped_groups_are_replaced_in_the_order_of_draws(trainer, tmp_path):
+    played = {}
+    for bound in (0, 2):
+        keys = {"rollout.max_staleness": bound, "deterministic": False, "tracking.episodes_every": 1}
+        name, algorithm = str(bound), {"name": "dapo", "resampling_rounds": 10}
+        made = trainer(name, rewards=[Distinct()], algorithm=algorithm, **keys).train()
+        rows = steps_of(tmp_path / name)
+        assert all(row["groups/dropped"] == row["trajectories"] / 4 - 2 for row in rows)  # two train
+        assert sum(row["groups/dropped"] for row in rows) > 0
+        assert made.trainer.prompts.state()["consumed"] == sum(row["trajectories"] for row in rows) / 4
+        files = sorted((tmp_path / name / "episodes").glob("step-*.jsonl"))
+        played[bound] = [[json.loads(line)["prompt_id"] for line in file.open()] for file in files]
+    assert played[0] == played[2]
+
+
 def test_a_loop_of_a_user_plays_whole_rounds(trainer):
     trainer("run", Batched, max_steps=3, deterministic=False).train()
     assert played_by == {(0, 8), (1, 8), (2, 8)}
@@ -426,17 +465,17 @@ def test_an_evaluation_has_one_version_while_episodes_play(trainer, tmp_path):
     """It shares the server with them; learning rates follow the steps, as in a synchronous run."""
     rows = [{"messages": [{"role": "user", "content": "Held out."}], "ground_truth": ""}]
     keys = {"rollout.max_staleness": 2, "deterministic": False, "eval.every": 1, "training.warmup_steps": 4}
-    made, found = trainer("run", eval_dataset=rows, max_steps=4, **keys), {}
+    made, found = trainer("run", eval_dataset=rows, max_steps=4, **keys), []
     evaluation = made.trainer.tracker.evaluation
 
     def note(step, groups, failed):
         spans = [span for group in groups for one in group.trajectories for span in one.policy_spans]
-        found[step] = {span.version for span in spans}, made.trainer.stream.left
+        found.append((step, {span.version for span in spans}, made.trainer.stream.left))
         evaluation(step, groups, failed)
 
     made.trainer.tracker.evaluation = note
     made.train()
-    assert all(versions == {step} for step, (versions, _) in found.items())
-    assert found[1][1] == 4 and found[4][1] == 0  # draws under way meanwhile
+    assert [(step, versions) for step, versions, _ in found] == [(step, {step}) for step in range(5)]
+    assert [left for *_, left in found] == [0, 4, 4, 2, 0]  # draws under way meanwhile
     rates = [row["lr"] for row in steps_of(tmp_path / "run") if "lr" in row]
     assert rates == pytest.approx([3e-3 * number / 4 for number in range(1, 5)])
