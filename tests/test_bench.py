@@ -92,23 +92,48 @@ def test_page_of_benchmarks_has_our_verdicts(graders):
     assert sorted(reply for replies in listed for reply in replies) == sorted(kept)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 2, 4])
-def test_simulated_steps_are_those_that_the_plan_estimates(monkeypatch, bound):
+@pytest.fixture
+def simulated(monkeypatch):
+    """Return simulated(bound, key=value): the seconds of a step that takes 14 by turns, and who waits."""
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     from async_sim import simulate
 
-    times = {
-        "base_s": 0.1,
-        "row_s": 0.0,
-        "prefill_s": 0.0,
-        "update_s": 4.0,
-        "publish_s": 0.0,
-    }  # rows do not slow each other down
-    options = SimpleNamespace(prompts=2, samples=3, steps=31, warm_up=7, **times)
-    step_s, waits, idle = simulate(options, 1, bound, lambda: 100)
+    def run(bound, **changed):  # rows do not slow each other down
+        times = {
+            "base_s": 0.1,
+            "row_s": 0.0,
+            "prefill_s": 0.0,
+            "update_s": 4.0,
+            "publish_s": 0.0,
+            "shared": 1.0,
+        }
+        options = SimpleNamespace(prompts=2, samples=3, steps=31, warm_up=7, **(times | changed))
+        return simulate(options, 1, bound, lambda: 100)
+
+    return run
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4])
+def test_simulated_steps_are_those_that_the_plan_estimates(simulated, bound):
+    step_s, waits, idle = simulated(bound)
     assert step_s == pytest.approx(Overlap(rollout_s=10.0, training_s=4.0).step_s(bound, busy=0.0), rel=0.02)
     assert waits == pytest.approx(1 - 4.0 / step_s, abs=0.02)
     assert idle == pytest.approx(max(0.0, 4.0 / step_s if bound == 0 else 0.0), abs=0.02)
-    times["row_s"] = 0.1  # six rows take seven times as long as the first token of one
-    slow_s = simulate(SimpleNamespace(**{**vars(options), **times}), 1, bound, lambda: 100)[0]
+    slow_s = simulated(bound, row_s=0.1)[0]  # six rows take seven times as long as the first token of one
     assert slow_s >= 60.0
+
+
+@pytest.mark.parametrize("bound, step_s", [(0, 14.0), (1, 9.0), (4, 6.0)])
+def test_simulated_cores_slow_each_other_down_while_both_work(simulated, bound, step_s):
+    """By 1.5: by turns not at all; with 1, two steps of 6 s and a wait for what 8 of 12 s leave of the 10 s..."""
+    assert simulated(bound, shared=1.5)[0] == pytest.approx(step_s, rel=0.02)
+
+
+def test_the_slowdown_is_that_of_the_updates_of_the_same_steps(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    from async_sim import slowdown
+
+    alone = [{"step": step, "time/update": 2.0 * step} for step in (3, 4)]
+    beside = [{"step": 0}, *({"step": step, "time/update": 2.5 * step} for step in range(1, 9))]
+    assert slowdown(alone, beside) == pytest.approx(1.25)
+    assert slowdown(beside[3:5], alone) == 1.0

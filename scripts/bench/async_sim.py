@@ -5,9 +5,15 @@
 
 `GroupStream` starts the groups and hands them over, as in training. A server decodes a token for all its rows in --base-s
 plus --row-s for each row. An episode goes to the server with the fewest rows and stays there. The trainer takes --update-s
-for a step. A publish stops the servers for --publish-s, and then for --prefill-s for each token of their rows. With --run,
-the steps that count (after --warm-up, up to --steps) give the times, and episodes have the lengths of those of the run. It
-prints seconds per step, and the shares of their time that trainer and servers wait.
+for a step. While it trains and a server decodes, both take --shared times as long, as cores that share their memory do. A
+publish stops the servers for --publish-s, and then for --prefill-s for each token of their rows. It prints seconds per step,
+and the shares of their time that trainer and servers wait.
+
+With --run, the steps that count (after --warm-up, up to --steps) give the times, and episodes have the lengths of those of
+the run. --shared is how much longer the updates of the same steps took in the run of --beside, whose server was busy too:
+
+    python scripts/bench/staleness.py --staleness 0 1 4 --steps 5 --pairs 1 --output RUNS
+    python scripts/bench/async_sim.py --run RUNS/0-0 --beside RUNS/0-4 --steps 10 --warm-up 5 --staleness 0 1 4
 """
 
 from __future__ import annotations
@@ -30,6 +36,8 @@ import numpy
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.stream import GroupStream
 from rl4llm.tracking.tracker import read_jsonl
+
+SLICES = 50  # of an update, in each of which a server decodes or not
 
 
 class Clock(selectors.SelectSelector):
@@ -83,7 +91,7 @@ class Server:
             asyncio.Future[None], list[float]
         ] = {}  # the tokens that each has, and those that are missing
         self.paused = self._again = False
-        self.busy_s = 0.0
+        self.busy_s, self._shared = 0.0, 1.0
         self._changed = asyncio.Event()
 
     async def decode(self, tokens: int) -> None:
@@ -95,6 +103,13 @@ class Server:
     def pause(self, paused: bool) -> None:
         self.paused, self._again = paused, True
         self._changed.set()
+
+    def share(self, factor: float) -> bool:
+        """Take `factor` times as long for a token from now on; return whether any row is decoded."""
+        if factor != self._shared:
+            self._shared = factor
+            self._changed.set()
+        return bool(self.rows) and not self.paused
 
     async def serve(self) -> None:
         """Decode for ever; between two changes of the rows all of them advance at the same speed."""
@@ -110,7 +125,7 @@ class Server:
                 await asyncio.sleep(self.prefill_s * sum(done for done, _ in self.rows.values()))
                 self.busy_s += loop.time() - began
                 continue
-            token_s = self.base_s + self.row_s * len(self.rows)
+            token_s = (self.base_s + self.row_s * len(self.rows)) * self._shared
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(missing for _, missing in self.rows.values()) * token_s):
                     await self._changed.wait()
@@ -153,6 +168,15 @@ class Fleet:
         await min(self.servers, key=lambda server: len(server.rows)).decode(tokens)
 
 
+def train(clock: Simulation, servers: Sequence[Server], options: argparse.Namespace) -> None:
+    """Take the time of an update, and slow down the servers meanwhile."""
+    for _ in range(SLICES):
+        busy = [server.share(options.shared) for server in servers]
+        clock.run(asyncio.sleep(options.update_s / SLICES * (options.shared if any(busy) else 1.0)))
+    for server in servers:
+        server.share(1.0)
+
+
 def simulate(
     options: argparse.Namespace, servers: int, bound: int, length: Callable[[], int]
 ) -> tuple[float, ...]:
@@ -171,7 +195,7 @@ def simulate(
         asked = clock.now
         stream.take(options.prompts)
         waited += clock.now - asked
-        clock.run(asyncio.sleep(options.update_s))
+        train(clock, fleet.servers, options)
         for paused in (True, False):
             for server in fleet.servers:
                 server.pause(paused)
@@ -220,12 +244,21 @@ def of_run(directory: Path, options: argparse.Namespace) -> Lengths:
     options.publish_s = statistics.fmean(publishing)
     options.update_s = statistics.fmean(row["time/step"] - row["time/rollout"] for row in rows[counted])
     options.update_s -= options.publish_s
+    if options.beside:
+        options.shared = slowdown(rows[counted], read_jsonl(options.beside / "metrics.jsonl"))
     print(
         f"fitted to rollouts of {statistics.fmean(took):.2f} s: --base-s={options.base_s:.3g} --row-s={options.row_s:.3g} "
-        f"--update-s={options.update_s:.3g} --publish-s={options.publish_s:.3g}"
+        f"--update-s={options.update_s:.3g} --publish-s={options.publish_s:.3g} --shared={options.shared:.3g}"
     )
     lengths = [length for step in steps for length in step]
     return lambda: itertools.cycle(lengths).__next__
+
+
+def slowdown(alone: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> float:
+    """Return how many times as long the updates of the same steps took in another run, at least 1."""
+    both = {row["step"]: row["time/update"] for row in beside if "time/update" in row}
+    pairs = [(row["time/update"], both[row["step"]]) for row in alone if row["step"] in both]
+    return max(1.0, sum(other for _, other in pairs) / sum(own for own, _ in pairs))
 
 
 def fit(causes: Sequence[Sequence[float]], took: Sequence[float]) -> list[float]:
@@ -258,10 +291,12 @@ def parse() -> argparse.Namespace:
         "--prefill-s", type=float, default=0.0, help="a token, computed again after a publish"
     )
     parser.add_argument("--update-s", type=float, default=8.0)
+    parser.add_argument("--shared", type=float, default=1.0, help="1 where trainer and servers share nothing")
     parser.add_argument("--publish-s", type=float, default=0.5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-up", type=int, default=5, help="first steps that do not count")
     parser.add_argument("--run", type=Path, help="a run with rollout.max_staleness=0")
+    parser.add_argument("--beside", type=Path, help="the same with a greater one, to measure --shared")
     return parser.parse_args()
 
 

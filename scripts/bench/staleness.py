@@ -14,9 +14,10 @@ With `--keep-cache`, unfinished answers continue with the cache of older weights
 log-probs is in the mismatch.
 
 At the end it prints the ratios of steps per hour, and the limit of each bound. A step takes at least as long as what the
-trainer does besides waiting for episodes; and a rollout, which ends with its longest episode, may take as many steps as the
-bound allows. The runs remain in `--output`, and `async_sim.py --run OUTPUT/0-0` predicts the
-others.
+trainer does besides waiting for episodes; and an episode that begins `bound` steps early has `bound` + 1 steps to play and
+to train, the longest one of a rollout too. It also prints how much longer updates took than where the server waits for
+them: trainer and server share the memory of the machine. The runs remain in `--output`, and `async_sim.py --run OUTPUT/0-0
+--beside OUTPUT/0-BOUND` predicts the others.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import os
 import random
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from verify import reward
 from rl4llm import GRPOTrainer
 from rl4llm.core.base_env import LLM, BaseMDPEnv, ChatMessage, SampleState
 from rl4llm.core.types import SamplingParams
+from rl4llm.extensions.inspect.plan.staleness import Overlap
 from rl4llm.extensions.servers.launch import ServerProcess, launch
 
 SHORTEST = 20  # tokens of a log-normal answer
@@ -110,6 +113,32 @@ def start(model: Path, options: argparse.Namespace) -> ServerProcess:
     return launch("sglang", [*flags, "--max-total-tokens", "65536"], python=options.python, cpu=True)
 
 
+Taken = Sequence[tuple[float, dict[str, float]]]
+"""The seconds of a step, and the means, of each run with one bound."""
+
+
+def compared(first: int, ones: Taken, bound: int, others: Taken) -> str:
+    """Return the ratio of steps per hour, its limit if the first runs take turns, and that of the times of updates."""
+    ratios = [one / other for (one, _), (other, _) in zip(ones, others, strict=True)]
+    said = f"{first} over {bound}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    updates = [
+        other["time/update"] / one["time/update"] for (_, one), (_, other) in zip(ones, others, strict=True)
+    ]
+    if first == 0:
+        limits = [step_s / limit_s(step_s, means["time/rollout"], bound) for step_s, means in ones]
+        said += f", limit {statistics.median(limits):.2f}"
+    return f"{said}; an update takes {statistics.median(updates):.2f} times as long"
+
+
+def limit_s(step_s: float, rollout_s: float, bound: int) -> float:
+    """Return the least seconds of a step with a bound, from those of one that takes turns.
+
+    >>> limit_s(30.0, 20.0, bound=1), limit_s(30.0, 20.0, bound=4)
+    (15.0, 10.0)
+    """
+    return Overlap(rollout_s, step_s - rollout_s).step_s(bound, busy=0.0)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -135,8 +164,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("Server and trainer need a core each, and there is one.")
-    taken: dict[int, list[float]] = {bound: [] for bound in options.staleness}
-    turns: list[tuple[float, float]] = []  # seconds of a step that takes turns, and of its rollout
+    taken: dict[int, list[tuple[float, dict[str, float]]]] = {bound: [] for bound in options.staleness}
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.output or Path(temporary)
         model = Path(temporary) / "model"
@@ -158,18 +186,11 @@ def main() -> None:
                         model, prompts, output, options, inference=inference, rollout={"max_staleness": bound}
                     )
                     mean, means = measured(output, options)
-                    taken[bound].append(mean)
-                    if bound == 0:
-                        turns.append((mean, means["time/rollout"]))
+                    taken[bound].append((mean, means))
                     told = ", ".join(f"{name} {value:.3g}" for name, value in means.items())
                     print(f"max_staleness={bound}: {mean:7.2f} s a step: {told}", flush=True)
-    first, *others = options.staleness
-    for bound in others:
-        ratios = [one / other for one, other in zip(taken[first], taken[bound], strict=True)]
-        median, least, most = statistics.median(ratios), min(ratios), max(ratios)
-        limits = [step_s / max(step_s - rollout_s, rollout_s / max(bound, 1)) for step_s, rollout_s in turns]
-        limit = f", limit {statistics.median(limits):.2f}" if limits else ""
-        print(f"{first} over {bound}: {median:.2f} ({least:.2f} to {most:.2f}){limit}")
+    for bound in options.staleness[1:]:
+        print(compared(options.staleness[0], taken[options.staleness[0]], bound, taken[bound]))
 
 
 if __name__ == "__main__":
