@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,21 +95,14 @@ def test_page_of_benchmarks_has_our_verdicts(graders):
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Return simulated(bound, key=value): the seconds of a step that takes 14 by turns, and who waits."""
+    """Return simulated(bound, key=value): the seconds of a step, 14 by turns, and the shares of waits."""
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     from async_sim import simulate
 
-    def run(bound, **changed):  # rows do not slow each other down
-        times = {
-            "base_s": 0.1,
-            "row_s": 0.0,
-            "prefill_s": 0.0,
-            "update_s": 4.0,
-            "publish_s": 0.0,
-            "shared": 1.0,
-        }
-        options = SimpleNamespace(prompts=2, samples=3, steps=31, warm_up=7, **(times | changed))
-        return simulate(options, 1, bound, lambda: 100)
+    def run(bound, length=lambda: 100, **changed):  # rows do not slow each other down
+        times = {"base_s": 0.1, "row_s": 0.0, "prefill_s": 0.0, "update_s": 4.0, "publish_s": 0.0}
+        shape = {"prompts": 2, "samples": 3, "steps": 31, "warm_up": 7, "shared": 1.0}
+        return simulate(SimpleNamespace(**(times | shape | changed)), 1, bound, length)
 
     return run
 
@@ -127,6 +121,19 @@ def test_simulated_steps_are_those_that_the_plan_estimates(simulated, bound):
 def test_simulated_cores_slow_each_other_down_while_both_work(simulated, bound, step_s):
     """By 1.5: by turns not at all; with 1, two steps of 6 s and a wait for what 8 of 12 s leave of the 10 s..."""
     assert simulated(bound, shared=1.5)[0] == pytest.approx(step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4])
+def test_the_limit_of_a_bound_is_what_the_source_of_groups_allows(simulated, bound):
+    """Where no row slows another one down, as with slow tools; at the edges a step may be longer."""
+    from staleness import least_s
+
+    choose = random.Random(bound)
+    lengths = [round(choose.lognormvariate(4.0, 1.0)) for _ in range(207 + bound)]
+    steps = [{"time/rollout": length / 10, "time/step": length / 10 + 4.0} for length in lengths]
+    step_s = simulated(bound, iter(lengths).__next__, prompts=1, samples=1, steps=207)[0]
+    limit_s = least_s(steps[7:207], bound)
+    assert 0.94 * step_s < limit_s < step_s + 1e-3
 
 
 def test_the_slowdown_is_that_of_the_updates_of_the_same_steps(monkeypatch):

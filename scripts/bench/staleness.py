@@ -13,11 +13,10 @@ follows. Lengths and times depend on the episode alone, so that all runs have th
 With `--keep-cache`, unfinished answers continue with the cache of older weights after an update. What that makes of their
 log-probs is in the mismatch.
 
-At the end it prints the ratios of steps per hour, and the limit of each bound. A step takes at least as long as what the
-trainer does besides waiting for episodes; and an episode that begins `bound` steps early has `bound` + 1 steps to play and
-to train, the longest one of a rollout too. It also prints how much longer updates took than where the server waits for
-them: trainer and server share the memory of the machine. The runs remain in `--output`, and `async_sim.py --run OUTPUT/0-0
---beside OUTPUT/0-BOUND` predicts the others.
+At the end it prints the ratios of steps per hour, and the limit of each bound: that ratio if each rollout and the rest of
+each step took as long as by turns, and a rollout began `bound` steps early. It also prints how much longer updates took
+than by turns: trainer and server share the memory of the machine. The runs remain in `--output`, and `async_sim.py --run
+OUTPUT/0-0 --beside OUTPUT/0-BOUND` predicts the others.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import os
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +41,11 @@ from verify import reward
 from rl4llm import GRPOTrainer
 from rl4llm.core.base_env import LLM, BaseMDPEnv, ChatMessage, SampleState
 from rl4llm.core.types import SamplingParams
-from rl4llm.extensions.inspect.plan.staleness import Overlap
 from rl4llm.extensions.servers.launch import ServerProcess, launch
 
 SHORTEST = 20  # tokens of a log-normal answer
-MEANS = ("time/rollout", "time/update", "time/publish", "time/verify", "mismatch/mean")
+Taken = Sequence[Sequence[dict[str, float]]]  # the metrics of the steps that count of each run with one bound
+MEANS = ("time/step", "time/rollout", "time/update", "time/publish", "time/verify", "mismatch/mean")
 
 
 class Task(BaseMDPEnv):
@@ -97,12 +96,15 @@ def train(model: Path, prompts: list[str], output: Path, options: argparse.Names
     ).train()
 
 
-def measured(output: Path, options: argparse.Namespace) -> tuple[float, dict[str, float]]:
-    """Return the mean seconds of the steps of a run that count, and the means of what `MEANS` names."""
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, lines) if "time/step" in row][warm_up(options) :][: options.steps]
-    means = {name: statistics.fmean(step.get(name, 0.0) for step in steps) for name in MEANS}
-    return statistics.fmean(step["time/step"] for step in steps), means
+def measured(output: Path, options: argparse.Namespace) -> list[dict[str, float]]:
+    """Return the metrics of the steps of a run that count."""
+    rows = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "time/step" in row][warm_up(options) :][: options.steps]
+
+
+def means_of(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the means of what `MEANS` names."""
+    return {name: statistics.fmean(step.get(name, 0.0) for step in steps) for name in MEANS}
 
 
 def start(model: Path, options: argparse.Namespace) -> ServerProcess:
@@ -113,30 +115,32 @@ def start(model: Path, options: argparse.Namespace) -> ServerProcess:
     return launch("sglang", [*flags, "--max-total-tokens", "65536"], python=options.python, cpu=True)
 
 
-Taken = Sequence[tuple[float, dict[str, float]]]
-"""The seconds of a step, and the means, of each run with one bound."""
-
-
-def compared(first: int, ones: Taken, bound: int, others: Taken) -> str:
+def compared(first: int, bound: int, taken: Mapping[int, Taken]) -> str:
     """Return the ratio of steps per hour, its limit if the first runs take turns, and that of the times of updates."""
-    ratios = [one / other for (one, _), (other, _) in zip(ones, others, strict=True)]
+    runs = zip(taken[first], taken[bound], strict=True)
+    pairs = [(means_of(one), means_of(other)) for one, other in runs]
+    ratios = [one["time/step"] / other["time/step"] for one, other in pairs]
     said = f"{first} over {bound}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    updates = [
-        other["time/update"] / one["time/update"] for (_, one), (_, other) in zip(ones, others, strict=True)
-    ]
     if first == 0:
-        limits = [step_s / limit_s(step_s, means["time/rollout"], bound) for step_s, means in ones]
+        limits = [least_s(run, 0) / least_s(run, bound) for run in taken[0]]
         said += f", limit {statistics.median(limits):.2f}"
-    return f"{said}; an update takes {statistics.median(updates):.2f} times as long"
+    slower = statistics.median(other["time/update"] / one["time/update"] for one, other in pairs)
+    return f"{said}; updates take {slower:.2f} times as long"
 
 
-def limit_s(step_s: float, rollout_s: float, bound: int) -> float:
-    """Return the least seconds of a step with a bound, from those of one that takes turns.
+def least_s(steps: Sequence[dict[str, float]], bound: int) -> float:
+    """Return the least mean seconds of steps whose rollouts begin `bound` steps early, if all took as long as by turns.
 
-    >>> limit_s(30.0, 20.0, bound=1), limit_s(30.0, 20.0, bound=4)
-    (15.0, 10.0)
+    Rollouts that began before the first of these steps may have ended before it.
+
+    >>> [least_s([{"time/step": 30.0, "time/rollout": 20.0}] * 8, bound) for bound in (0, 1, 4)]
+    [30.0, 15.0, 10.0]
     """
-    return Overlap(rollout_s, step_s - rollout_s).step_s(bound, busy=0.0)
+    ends = [0.0]
+    for number, step in enumerate(steps):
+        played = ends[number - bound] + step["time/rollout"] if number >= bound else 0.0
+        ends.append(max(ends[number], played) + step["time/step"] - step["time/rollout"])
+    return ends[-1] / len(steps)
 
 
 def parse() -> argparse.Namespace:
@@ -164,7 +168,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("Server and trainer need a core each, and there is one.")
-    taken: dict[int, list[tuple[float, dict[str, float]]]] = {bound: [] for bound in options.staleness}
+    taken: dict[int, list[list[dict[str, float]]]] = {bound: [] for bound in options.staleness}
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.output or Path(temporary)
         model = Path(temporary) / "model"
@@ -185,12 +189,12 @@ def main() -> None:
                     train(
                         model, prompts, output, options, inference=inference, rollout={"max_staleness": bound}
                     )
-                    mean, means = measured(output, options)
-                    taken[bound].append((mean, means))
+                    taken[bound].append(measured(output, options))
+                    means = means_of(taken[bound][-1])
                     told = ", ".join(f"{name} {value:.3g}" for name, value in means.items())
-                    print(f"max_staleness={bound}: {mean:7.2f} s a step: {told}", flush=True)
+                    print(f"max_staleness={bound}: {told}", flush=True)
     for bound in options.staleness[1:]:
-        print(compared(options.staleness[0], taken[options.staleness[0]], bound, taken[bound]))
+        print(compared(options.staleness[0], bound, taken))
 
 
 if __name__ == "__main__":
