@@ -124,7 +124,7 @@ def test_simulated_cores_slow_each_other_down_while_both_work(simulated, bound, 
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
-def test_the_limit_of_a_bound_is_what_the_source_of_groups_allows(simulated, bound):
+def test_the_limit_of_a_bound_is_what_the_source_allows(simulated, bound):
     """Where no row slows another one down, as with slow tools; at the edges a step may be longer."""
     from staleness import least_s
 

@@ -70,6 +70,7 @@ max_steps=-1                                       | max_steps=-1 is not accepte
 rollout.group_size=0                               | rollout.group_size=0 is not accepted: a whole number, 1 or above
 rollout.group_size=1                               | a group of one has zero advantage. Use 2 or more
 rollout.temperature=0                              | Set rollout.temperature above 0
+rollout.max_staleness=-1                           | rollout.max_staleness=-1 is not accepted: a whole number, 0 or above
 rollout.temperature=-1                             | rollout.temperature=-1.0 is not accepted: a finite number, 0 or above
 rollout.max_tokens=0                               | rollout.max_tokens=0 is not accepted: a whole number, 1 or above
 rollout.top_p=2                                    | rollout.top_p=2.0 is not accepted: a finite number, above 0, at most 1
