@@ -101,7 +101,7 @@ def simulated(monkeypatch):
 
     def run(bound, length=lambda: 100, **changed):  # rows do not slow each other down
         times = {"base_s": 0.1, "row_s": 0.0, "prefill_s": 0.0, "update_s": 4.0, "publish_s": 0.0}
-        shape = {"prompts": 2, "samples": 3, "steps": 31, "warm_up": 7, "shared": 1.0}
+        shape = {"prompts": 2, "samples": 3, "steps": 31, "warm_up": 7, "shared": 1.0, "prompt_tokens": 0}
         return simulate(SimpleNamespace(**(times | shape | changed)), 1, bound, length)
 
     return run
@@ -134,6 +134,13 @@ def test_the_limit_of_a_bound_is_what_the_source_allows(simulated, bound):
     step_s = simulated(bound, iter(lengths).__next__, prompts=1, samples=1, steps=207)[0]
     limit_s = least_s(steps[7:207], bound)
     assert 0.94 * step_s < limit_s < step_s + 1e-3
+
+
+def test_the_prompts_of_unfinished_rows_are_computed_again(simulated):
+    """Those of the six rows of a publish take 3 s, which is in one of two steps or in both."""
+    apart = simulated(1, prefill_s=0.01, prompt_tokens=50)[0] - simulated(1, prefill_s=0.01)[0]
+    assert 1.4 < apart < 3.1
+    assert simulated(0, prefill_s=0.01, prompt_tokens=50)[0] == pytest.approx(14.0)  # none is unfinished
 
 
 def test_the_slowdown_is_that_of_the_updates_of_the_same_steps(monkeypatch):

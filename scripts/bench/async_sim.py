@@ -6,8 +6,8 @@
 `GroupStream` starts the groups and hands them over, as in training. A server decodes a token for all its rows in --base-s
 plus --row-s for each row. An episode goes to the server with the fewest rows and stays there. The trainer takes --update-s
 for a step. While it trains and a server decodes, both take --shared times as long, as cores that share their memory do. A
-publish stops the servers for --publish-s, and then for --prefill-s for each token of their rows. It prints seconds per step,
-and the shares of their time that trainer and servers wait.
+publish stops the servers for --publish-s, and then for --prefill-s for each token of their rows, --prompt-tokens of each
+included (0 with a kept cache). It prints seconds per step, and the shares of their time that trainer and servers wait.
 
 With --run, the steps that count (after --warm-up, up to --steps) give the times, and episodes have the lengths of those of
 the run. --shared is how much longer the updates of the same steps took in the run of --beside, whose server was busy too:
@@ -87,6 +87,7 @@ class Server:
 
     def __init__(self, options: argparse.Namespace):
         self.base_s, self.row_s, self.prefill_s = options.base_s, options.row_s, options.prefill_s
+        self.prompt_tokens = options.prompt_tokens
         self.rows: dict[
             asyncio.Future[None], list[float]
         ] = {}  # the tokens that each has, and those that are missing
@@ -122,7 +123,8 @@ class Server:
             began = loop.time()
             if self._again:
                 self._again = False
-                await asyncio.sleep(self.prefill_s * sum(done for done, _ in self.rows.values()))
+                tokens = sum(done + self.prompt_tokens for done, _ in self.rows.values() if done)
+                await asyncio.sleep(self.prefill_s * tokens)
                 self.busy_s += loop.time() - began
                 continue
             token_s = (self.base_s + self.row_s * len(self.rows)) * self._shared
@@ -234,6 +236,7 @@ def of_run(directory: Path, options: argparse.Namespace) -> Lengths:
         ]
         for row in rows
     ]
+    options.prompt_tokens = statistics.fmean(row["prompt_length/mean"] for row in rows)
     counted, servers = slice(options.warm_up, options.steps), options.servers[0]
     took = [row["time/rollout"] for row in rows[counted]]
     causes = [[max(step) for step in steps[counted]], [sum(step) / servers for step in steps[counted]]]
@@ -290,6 +293,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--prefill-s", type=float, default=0.0, help="a token, computed again after a publish"
     )
+    parser.add_argument("--prompt-tokens", type=float, default=0.0, help="of an episode")
     parser.add_argument("--update-s", type=float, default=8.0)
     parser.add_argument("--shared", type=float, default=1.0, help="1 where trainer and servers share nothing")
     parser.add_argument("--publish-s", type=float, default=0.5)
