@@ -22,16 +22,16 @@ from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens, told
 from rl4llm.tracking.resources import PhaseClock, Resources
 from rl4llm.tracking.summary import Episode, Failure, facts, faults, last_words, summarize_facts, unread
 from rl4llm.tracking.tracker import (
-    SERVICES,
+    TRACKERS,
     JsonlTracker,
     Tolerant,
+    TrackedRun,
     Tracker,
     Trackers,
     read_jsonl,
 )
 from rl4llm.tracking.waiting import Waiting
 
-TENSORBOARD = "rl4llm.tracking.tensorboard:TensorBoardTracker"
 Gathered = tuple[int, list[list[Episode]], list[Failure]]
 """What a rank trained on or sampled: tokens, episodes by group, failures."""
 
@@ -261,16 +261,13 @@ class RunTracker:
     def _opened(self, names: Sequence[str], step: int) -> Trackers:
         """Return the trackers that could be opened."""
         run = self._run
-        given = run.path, self._project, run.run_id, self._config, self.warn
-        known: dict[str, Callable[[], Tracker]] = {
-            "metrics.jsonl": lambda: JsonlTracker(run.metrics_file, step, self.warn),
-            "eval.jsonl": lambda: JsonlTracker(run.eval_file, step, self.warn),
-            "tensorboard": lambda: load(TENSORBOARD)(run.path, step, self._config),
-        }
+        tracked = TrackedRun(run.path, step, self._project, run.run_id, self._config, self.warn)
+        files = {"metrics.jsonl": run.metrics_file, "eval.jsonl": run.eval_file}
         trackers: list[Tracker] = []
         for name in names:
             with self._tolerant(name):
-                trackers.append(known[name]() if name in known else SERVICES[name](*given))
+                file = files.get(name)
+                trackers.append(JsonlTracker(file, step, self.warn) if file else TRACKERS[name](tracked))
         return Trackers(trackers, self._tolerant)
 
     def _show_phase(self, phase: str) -> None:

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams, scalar
+
 from rl4llm.core.redact import redacted
 from rl4llm.tracking.glossary import find
-from rl4llm.tracking.tracker import Row, Tracker
+from rl4llm.tracking.tracker import Row, TrackedRun, Tracker
 
 _IN_A_CELL = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "\\|", "\r": "", "\n": "<br>"})
 
@@ -24,29 +27,23 @@ class TensorBoardTracker(Tracker):
     `config` becomes the run's hyper-parameters. Every step is flushed, so that a killed run has all of its points.
     """
 
-    def __init__(self, directory: Path, resume_step: int = -1, config: Mapping[str, Any] | None = None):
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow to import, and only wanted by some
-
-        earlier = any(directory.glob("events.out.tfevents.*"))
-        self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1 if earlier else None)
-        if config:
-            self._describe(redacted(config))
+    def __init__(self, run: TrackedRun):
+        earlier = any(run.directory.glob("events.out.tfevents.*"))
+        self._writer = SummaryWriter(str(run.directory), purge_step=run.resume_step + 1 if earlier else None)
+        if run.config:
+            self._describe(redacted(run.config))
 
     def __str__(self) -> str:
         return "TensorBoard"
 
     def _describe(self, config: Mapping[str, Any]) -> None:
         """Write the hyper-parameters into this events file; SummaryWriter.add_hparams would begin another directory."""
-        from torch.utils.tensorboard.summary import hparams  # noqa: PLC0415 - slow to import
-
         values = {key: _value(value) for key, value in config.items() if value is not None}
         for summary in hparams(values, dict.fromkeys(SCORES, 0.0))[:2]:  # the third declares the run finished
             self._writer._get_file_writer().add_summary(summary)
         self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        from torch.utils.tensorboard.summary import scalar  # noqa: PLC0415 - slow to import
-
         for name, value in metrics.items():
             point = scalar(tag_of(name), float(value))
             if metric := find(name):  # in the glossary

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,18 @@ from rl4llm.core.registry import Registry
 from rl4llm.runs.run_dir import write_atomically
 
 Row = Mapping[str, str | float]
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """What a tracker knows of its run: `resume_step` is the last step before training resumes (-1: none)."""
+
+    directory: Path
+    resume_step: int = -1
+    project: str = "rl4llm"
+    run_id: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    warn: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +134,19 @@ class JsonlTracker(Tracker):
         self._file.close()
 
 
-SERVICES: Registry[Callable[..., Tracker]] = Registry("tracking", group="rl4llm.trackers")
-"""Trackers that are services, by their key under `tracking`, which is also their extra.
-
-Each takes the run's directory, project, run id, configuration and `warn`. Its module imports its package.
-"""
+TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry(
+    "tracking",
+    table={"tensorboard": "rl4llm.tracking.tensorboard:TensorBoardTracker"},
+    group="rl4llm.trackers",
+)
+"""Trackers by their key under `tracking`, which is also their extra. The module of each imports its package."""
 
 
 def check_installed(names: Iterable[str]) -> None:
     """Raise ConfigError when a tracker, or the package that it needs, is not installed."""
     for name in names:
         try:
-            SERVICES[name] if name != "tensorboard" else importlib.import_module(name)
+            TRACKERS[name]
         except ImportError as error:
             raise ConfigError(f"tracking.{name}: {error}. Next: pip install 'rl4llm[{name}]'.") from error
 

@@ -8,12 +8,14 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 from tensorboard.plugins.hparams import metadata
 
 from rl4llm.tracking.tensorboard import TensorBoardTracker
+from rl4llm.tracking.tracker import TrackedRun
 
 WRITER = """
 import sys
 from pathlib import Path
 from rl4llm.tracking.tensorboard import TensorBoardTracker
-tracker = TensorBoardTracker(Path(sys.argv[1]))
+from rl4llm.tracking.tracker import TrackedRun
+tracker = TensorBoardTracker(TrackedRun(Path(sys.argv[1])))
 for step in range(7):
     tracker.log(step, {"reward/mean": step / 10})
 print("logged", flush=True)
@@ -45,7 +47,7 @@ def test_a_killed_and_resumed_run_shows_every_step_once(tmp_path):
     process.wait()
     age(tmp_path)
     assert points(tmp_path) == [(step, step / 10) for step in range(7)]
-    tracker = TensorBoardTracker(tmp_path, resume_step=4)
+    tracker = TensorBoardTracker(TrackedRun(tmp_path, resume_step=4))
     for step in (5, 6, 7):
         tracker.log(step, {"reward/mean": 1.0})
     tracker.close()
@@ -64,14 +66,14 @@ def test_a_killed_and_resumed_run_shows_every_step_once(tmp_path):
 def test_a_fresh_start_in_a_used_directory_hides_old_events(tmp_path):
     for value in (0.25, 0.75):
         age(tmp_path)
-        tracker = TensorBoardTracker(tmp_path, resume_step=-1)
+        tracker = TensorBoardTracker(TrackedRun(tmp_path, resume_step=-1))
         tracker.log(0, {"reward/mean": value})
         tracker.close()
     assert points(tmp_path) == [(0, 0.75)]
 
 
 def test_a_curve_has_the_description_of_its_metric(tmp_path):
-    tracker = TensorBoardTracker(tmp_path)
+    tracker = TensorBoardTracker(TrackedRun(tmp_path))
     tracker.log(1, {"reward/math": 0.5, "unheard_of": 1.0})
     tracker.close()
     accumulator = EventAccumulator(str(tmp_path))
@@ -82,7 +84,9 @@ def test_a_curve_has_the_description_of_its_metric(tmp_path):
 
 def test_hyper_parameters_are_in_the_events_of_the_run(tmp_path):
     config = {"training.lr": 1e-5, "algorithm.name": "grpo", "model.pad_token": None, "rewards": ["math"]}
-    tracker = TensorBoardTracker(tmp_path / "a", config={**config, "tracking.api_key": "its value"})
+    tracker = TensorBoardTracker(
+        TrackedRun(tmp_path / "a", config={**config, "tracking.api_key": "its value"})
+    )
     tracker.log(1, {"reward/mean": 0.5, "accuracy": 0.25, "eval/accuracy": 0.75})
     tracker.close()
     assert [path.is_file() for path in (tmp_path / "a").iterdir()] == [True]

@@ -4,7 +4,7 @@ import pytest
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import Registry
-from rl4llm.tracking.tracker import JsonlTracker, Tolerant, Trackers, check_installed, read_jsonl
+from rl4llm.tracking.tracker import TRACKERS, JsonlTracker, Tolerant, Trackers, check_installed, read_jsonl
 
 
 def test_a_full_disk_is_reported_once_and_stops_nothing(tmp_path, files_of_at_most):
@@ -30,21 +30,21 @@ def test_only_failures_of_writing_are_tolerated():
 
 
 def test_a_tracker_without_its_package_is_refused_at_start(monkeypatch):
-    monkeypatch.setattr("rl4llm.tracking.tracker.SERVICES", Registry("tracking", group="rl4llm.trackers"))
-    for name, package in (
-        ("wandb", "wandb"),
-        ("opentelemetry", "opentelemetry.sdk"),
-        ("prometheus", "prometheus_client"),
-    ):
-        for module in [one for one in sys.modules if f"{one}.".startswith(f"{package}.")]:
+    table = {"tensorboard": TRACKERS.path_of("tensorboard")}
+    again = Registry("tracking", table=table, group="rl4llm.trackers")
+    monkeypatch.setattr("rl4llm.tracking.tracker.TRACKERS", again)
+    packages = {"opentelemetry": "opentelemetry.sdk", "prometheus": "prometheus_client"}
+    for name in again:
+        package = packages.get(name, name)
+        importers = ("torch.utils.tensorboard", again.path_of(name).partition(":")[0])
+        for module in [one for one in sys.modules if f"{one}.".startswith(f"{package}.") or one in importers]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, package, None)
-        monkeypatch.delitem(sys.modules, f"rl4llm.extensions.trackers.{name}", raising=False)
         with pytest.raises(ConfigError, match=rf"tracking\.{name}: .*rl4llm\[{name}\]"):
-            check_installed(["tensorboard", name])
+            check_installed([name])
 
 
 def test_a_tracker_that_nothing_provides_is_refused(monkeypatch):
-    monkeypatch.setattr("rl4llm.tracking.tracker.SERVICES", Registry("tracking"))
+    monkeypatch.setattr("rl4llm.tracking.tracker.TRACKERS", Registry("tracking"))
     with pytest.raises(ConfigError, match=r"tracking='wandb' is unknown\. Known: none\."):
         check_installed(["wandb"])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -15,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from rl4llm.core.errors import unknown
-from rl4llm.tracking.tracker import TimedPhase, Tracker
+from rl4llm.tracking.tracker import TimedPhase, TrackedRun, Tracker
 
 EXPORTERS = "opentelemetry_traces_exporter"
 """The entry points of the packages that send spans."""
@@ -29,15 +27,12 @@ class OpenTelemetryTracker(Tracker):
     `opentelemetry-instrument`, that one is used. Spans are sent from another thread.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        project: str,
-        run_id: str,
-        config: Mapping[str, Any],
-        warn: Callable[[str], None],
-    ):
-        self._run = {"rl4llm.run": directory.name, "rl4llm.run_id": run_id, "rl4llm.project": project}
+    def __init__(self, run: TrackedRun):
+        self._run = {
+            "rl4llm.run": run.directory.name,
+            "rl4llm.run_id": run.run_id,
+            "rl4llm.project": run.project,
+        }
         self._exporters: list[_Exporter] = []
         given = trace.get_tracer_provider()
         self._own = None if isinstance(given, TracerProvider) else self._provider()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from rl4llm.tracking.glossary import find
-from rl4llm.tracking.tracker import Tracker
+from rl4llm.tracking.tracker import TrackedRun, Tracker
 
 LABELS = ("project", "run")
 
@@ -23,18 +21,13 @@ class PrometheusTracker(Tracker):
     `tracking.prometheus` is the port, on 127.0.0.1. The gauges are those of the last step and of the last evaluation.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        project: str,
-        run_id: str,
-        config: Mapping[str, Any],
-        warn: Callable[[str], None],
-    ):
-        self._gauges = _Gauges((project, directory.name))
+    def __init__(self, run: TrackedRun):
+        self._gauges = _Gauges((run.project, run.directory.name))
         registry = CollectorRegistry()
         registry.register(self._gauges)
-        self._server, self._thread = start_http_server(config["tracking.prometheus"], "127.0.0.1", registry)
+        self._server, self._thread = start_http_server(
+            run.config["tracking.prometheus"], "127.0.0.1", registry
+        )
 
     def __str__(self) -> str:
         return "Prometheus"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import wandb
 
 from rl4llm.core.redact import redacted
-from rl4llm.tracking.tracker import Row, Tracker
+from rl4llm.tracking.tracker import Row, TrackedRun, Tracker
 
 FINISH_SECONDS = 60.0
 
@@ -21,27 +21,23 @@ class WandbTracker(Tracker):
     W&B's other variables apply. If W&B cannot be reached, it continues as with WANDB_MODE=offline.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        project: str,
-        run_id: str,
-        config: Mapping[str, Any],
-        warn: Callable[[str], None],
-        init_timeout_s: float = 30.0,
-    ):
+    def __init__(self, run: TrackedRun, init_timeout_s: float = 30.0):
         self._init_timeout_s = init_timeout_s
-        directory.mkdir(parents=True, exist_ok=True)
-        shown = {
-            "config": redacted(config),
-            "allow_val_change": True,
-        }  # a resumed run may have changed some values
-        options = {"project": project, "id": run_id, "dir": str(directory), "resume": "allow", **shown}
+        run.directory.mkdir(parents=True, exist_ok=True)
+        options = {
+            "project": run.project,
+            "id": run.run_id,
+            "dir": str(run.directory),
+            "resume": "allow",
+            "config": redacted(run.config),
+            "allow_val_change": True,  # a resumed run may have changed some values
+        }
         try:
             self._run = self._start(None, options)
         except wandb.errors.Error as error:
-            warn(
-                f"W&B cannot be reached ({type(error).__name__}: {error}); metrics are stored offline in {directory}/wandb."
+            run.warn(
+                f"W&B cannot be reached ({type(error).__name__}: {error}); metrics are stored offline in "
+                f"{run.directory}/wandb."
             )
             wandb.teardown()
             self._run = self._start("offline", options)

@@ -12,6 +12,7 @@ from matplotlib.image import imsave
 from numpy import zeros
 
 from rl4llm.tracking.tensorboard import TensorBoardTracker, as_markdown
+from rl4llm.tracking.tracker import TrackedRun
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {"training.lr": 0.1, "judge.api_key": KEY, "judge.url": f"http://me:{KEY}@host"}
@@ -27,7 +28,7 @@ class TensorBoard:
     def open(self, resume_step):
         while list((self.directory / "tb").glob(f"*.tfevents.{int(time.time())}.*")):
             time.sleep(0.1)  # TensorBoard reads files in the order of the seconds in their names
-        return TensorBoardTracker(self.directory / "tb", resume_step)
+        return TensorBoardTracker(TrackedRun(self.directory / "tb", resume_step))
 
     @functools.cached_property
     def _events(self):
@@ -68,7 +69,9 @@ class Wandb(TensorBoard):
             time.sleep(0.1)  # W&B names a directory by the second
         from rl4llm.extensions.trackers.wandb import WandbTracker
 
-        tracker = WandbTracker(self.directory, "project", "run1", CONFIG, warned.append)
+        tracker = WandbTracker(
+            TrackedRun(self.directory, resume_step, "project", "run1", CONFIG, warned.append)
+        )
         assert not warned  # it was asked to be offline
         return tracker
 
@@ -166,7 +169,9 @@ def test_wandb_without_a_server_logs_offline_and_hides_the_key(tmp_path, monkeyp
     from rl4llm.extensions.trackers.wandb import WandbTracker
 
     warnings = []
-    tracker = WandbTracker(tmp_path / "run", "project", "run1", CONFIG, warnings.append, init_timeout_s=2.0)
+    tracker = WandbTracker(
+        TrackedRun(tmp_path / "run", -1, "project", "run1", CONFIG, warnings.append), init_timeout_s=2.0
+    )
     tracker.log(1, {"reward/mean": 0.5})
     tracker.close()
     wandb.teardown()  # its process writes out what it has
