@@ -15,7 +15,6 @@ try:
     from verifiers.v1.configs.client import EvalClientConfig
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.harnesses.null import NullHarness
-    from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE, launch_chat_program
     from verifiers.v1.utils.loaders import (
         default_harness_id,
         env_config_type,
@@ -40,29 +39,8 @@ class ChatHarness(NullHarness):
     async def setup(self, runtime: Any) -> None:
         """Do nothing: NullHarness would install an interpreter for the loop."""
 
-    async def launch(
-        self,
-        ctx: Any,
-        trace: Any,
-        runtime: Any,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
-        data: Any,
-        tool_interception_url: str | None = None,
-    ) -> Any:
-        extra = [f"--tool-interception-url={tool_interception_url}"] if tool_interception_url else []
-        given = (
-            self.config,
-            ctx,
-            trace,
-            _Here(runtime),
-            endpoint,
-            secret,
-            mcp_urls,
-            *self.resolve_prompt(data),
-        )
-        return await launch_chat_program(CHAT_PROGRAM_SOURCE, *given, extra_args=extra)
+    async def launch(self, ctx: Any, trace: Any, runtime: Any, *given: Any, **options: Any) -> Any:
+        return await super().launch(ctx, trace, _Here(runtime), *given, **options)
 
 
 class _Here:
