@@ -158,34 +158,42 @@ def test_weights_that_moved_without_a_publish_are_noticed(client, backend, tmp_p
 
 
 def test_spans_of_an_interrupted_turn_match_their_own_weights(client, backend, tmp_path):
+    publishes = publisher("filesystem", client, tmp_path)
+    before, split = run(client, lambda: interrupted(client, publishes, backend))
+    for prompt, completion in split:
+        old = completion.versions[1][0]
+        by_old, by_new = (logprobs(model, prompt, completion.token_ids) for model in (before, backend.model))
+        assert completion.logprobs[:old] == pytest.approx(by_old[:old], abs=1e-4)
+        assert completion.logprobs[old:] == pytest.approx(by_new[old:], abs=1e-4)
+        assert by_old[old:] != pytest.approx(by_new[old:], abs=1e-2)
+
+
+async def interrupted(client, publishes, backend):
+    """Publish while requests are under way.
+
+    Return the model before it, and the prompts and completions that both versions sampled.
+    """
     params = SamplingParams(max_tokens=400, ignore_eos=True)
-
-    async def work():
-        way = publisher("filesystem", client, tmp_path)
-        for version, wait_s in ((4, 0.3), (14, 0.1), (24, 0.03)):  # until the machine is slow enough
-            await way.publish(backend, version)
-            before = copy.deepcopy(backend.model)
-            tasks = [asyncio.create_task(client.generate([*PROMPT, n], params)) for n in range(8)]
-            await asyncio.sleep(wait_s)
-            change(backend.model, 5)
-            await way.publish(backend, version + 1)
-            completions = await asyncio.gather(*tasks)
-            if any(completion.versions for completion in completions):
-                break
-        return before, version, completions
-
-    before, version, completions = run(client, work)
-    split = [completion for completion in completions if completion.versions]
+    prompts = [[*PROMPT, n] for n in range(8)]
+    for version, wait_s in ((4, 0.3), (14, 0.1), (24, 0.03)):  # until the machine is slow enough
+        await publishes.publish(backend, version)
+        before = copy.deepcopy(backend.model)
+        tasks = [asyncio.create_task(client.generate(prompt, params)) for prompt in prompts]
+        await asyncio.sleep(wait_s)
+        change(backend.model, 5)
+        weight_ref = await publishes.publish(backend, version + 1)
+        later = await client.generate(prompts[3], params)
+        completions = zip(prompts, await asyncio.gather(*tasks), strict=True)
+        assert await canary(client).verify(backend, client, weight_ref) < 1e-4
+        if split := [(prompt, completion) for prompt, completion in completions if completion.versions]:
+            break
     assert split, "no request was under way while the weights changed"
-    for completion in split:
+    for _, completion in split:
         (first, old), (second, new) = completion.versions
         assert (first, old, new) == (0, version, version + 1)
         assert 0 < second < 400
-        prompt = [*PROMPT, completions.index(completion)]
-        by_old, by_new = (logprobs(model, prompt, completion.token_ids) for model in (before, backend.model))
-        assert completion.logprobs[:second] == pytest.approx(by_old[:second], abs=1e-4)
-        assert completion.logprobs[second:] == pytest.approx(by_new[second:], abs=1e-4)
-        assert by_old[second:] != pytest.approx(by_new[second:], abs=1e-2)
+    assert later.logprobs == pytest.approx(logprobs(backend.model, prompts[3], later.token_ids), abs=1e-4)
+    return before, split
 
 
 def test_a_refused_load_lets_a_kept_cache_go(sglang_url, tokenizer, backend, tmp_path):
@@ -208,34 +216,10 @@ def test_a_refused_load_lets_a_kept_cache_go(sglang_url, tokenizer, backend, tmp
 @pytest.mark.parametrize("way", sampled(WAYS, ["tensor"]))
 def test_a_kept_cache_is_that_of_older_weights(sglang_url, tokenizer, backend, tmp_path, way):
     client = client_of(sglang_url, tokenizer, keep_cache=True)
-    params = SamplingParams(max_tokens=400, ignore_eos=True)
-
-    async def work():
-        publishes = publisher(way, client, tmp_path)
-        for version, wait_s in ((4, 0.3), (14, 0.1), (24, 0.03)):  # until the machine is slow enough
-            await publishes.publish(backend, version)
-            before = copy.deepcopy(backend.model)
-            tasks = [asyncio.create_task(client.generate([*PROMPT, n], params)) for n in range(8)]
-            await asyncio.sleep(wait_s)
-            change(backend.model, 5)
-            weight_ref = await publishes.publish(backend, version + 1)
-            later = await client.generate([*PROMPT, 3], params)
-            completions = await asyncio.gather(*tasks)
-            assert await canary(client).verify(backend, client, weight_ref) < 1e-4
-            if any(completion.versions for completion in completions):
-                break
-        return before, version, completions, later
-
-    before, version, completions, later = run(client, work)
-    assert later.logprobs == pytest.approx(logprobs(backend.model, [*PROMPT, 3], later.token_ids), abs=1e-4)
-    split = [completion for completion in completions if completion.versions]
-    assert split, "no request was under way while the weights changed"
-    for completion in split:
-        (first, old), (second, new) = completion.versions
-        assert (first, old, new) == (0, version, version + 1)
-        prompt = [*PROMPT, completions.index(completion)]
-        parts = [(before, second), (backend.model, 400 - second)]
-        mixed = by_parts(parts, prompt, completion.token_ids)
+    before, split = run(client, lambda: interrupted(client, publisher(way, client, tmp_path), backend))
+    for prompt, completion in split:
+        old = completion.versions[1][0]
+        mixed = by_parts([(before, old), (backend.model, 400 - old)], prompt, completion.token_ids)
         assert completion.logprobs == pytest.approx(mixed, abs=1e-4)
 
 
