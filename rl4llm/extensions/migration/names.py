@@ -23,8 +23,9 @@ NAMES: dict[str, str] = {
         f"of michaelnny/rl4llm: {_EXPLORES}.",
     ),
     **dict.fromkeys(("ValueNetConfig", "ValueNetTrainer"), f"of michaelnny/rl4llm: {_CRITIC}."),
-    "PPOConfig": f"of michaelnny/rl4llm and TRL: {_OPTIONS}: `PPOTrainer(model, dataset, learning_rate=1e-6)`.",
-    "DAPOConfig": f"of michaelnny/rl4llm: {_OPTIONS}: `DAPOTrainer(model, dataset, learning_rate=1e-6)`.",
+    "PPOConfig": f"of michaelnny/rl4llm and TRL: {_OPTIONS}. The one learning rate of TRL is `PPOTrainer(model, dataset, "
+    "training={'lr': 3e-6}, algorithm={'critic_lr': 3e-6})`.",
+    "DAPOConfig": f"of michaelnny/rl4llm: {_OPTIONS}: `DAPOTrainer(model, dataset, training={{'lr': 1e-6}})`.",
     "ENV_TOOL_SCHEMAS": "of michaelnny/rl4llm: set `env.name=tool env.tools=[python]`, whose schemas the tools bring.",
     "LoggingManager": "of michaelnny/rl4llm: the section `tracking` configures it, and every run logs to `output.dir`.",
     "DistributedManager": f"of michaelnny/rl4llm: {_BUILT}.",

@@ -170,24 +170,15 @@ def _scaling(values: Values, facts: DataFacts) -> Keys:
     return {"algorithm.scale_rewards": "group" if scaled else "none"}
 
 
-def _path(name: Any) -> str | None:
-    return str(Path(str(name)).expanduser()) if name else None
+def _of_ppo(ours: str, *theirs: str, by: Callable[[Any], Any] = lambda value: value) -> JointRule:
+    """Return the rule of an option of PPO: the first of verl's keys that is set."""
 
+    def keys(values: Values, facts: DataFacts) -> Keys:
+        found = [values[name] for name in theirs if values.get(name) not in (None, "")]
+        known = ("ppo", "reinforce_pp") if ours == "gamma" else ("ppo",)
+        return {f"algorithm.{ours}": by(found[0])} if found and algorithm_of(values) in known else {}
 
-def _critic(values: Values, facts: DataFacts) -> Keys:
-    name = algorithm_of(values)
-    if name not in ("ppo", "vapo"):
-        return {} if name != "reinforce_pp" else {"algorithm.gamma": values.get("algorithm.gamma", 1.0)}
-    keys = {
-        "algorithm.gamma": values.get("algorithm.gamma", 1.0),
-        "algorithm.lam": values.get("algorithm.lam", 1.0),
-        "algorithm.critic_lr": values.get("critic.optim.lr", 1e-5),
-        "algorithm.critic_path": _path(values.get("critic.model.path")),
-        "algorithm.critic_warmup_steps": at_least_zero(values.get("trainer.critic_warmup")),
-        "algorithm.value_clip": values.get("critic.cliprange_value", 0.5),
-        "algorithm.critic_epochs": values.get("critic.ppo_epochs", 1),
-    }
-    return {name: value for name, value in keys.items() if value is not None}
+    return JointRule(theirs, keys)
 
 
 def _rewards(values: Values, facts: DataFacts) -> Keys:
@@ -270,11 +261,13 @@ RULES = (
     ),
     _joint(_aggregation, "A.loss_agg_mode A.loss_scale_factor"),
     _joint(_scaling, "algorithm.norm_adv_by_std_in_grpo"),
-    _joint(
-        _critic,
-        "critic.optim.lr critic.model.path critic.cliprange_value critic.ppo_epochs algorithm.gamma algorithm.lam "
-        "trainer.critic_warmup",
-    ),
+    _of_ppo("gamma", "algorithm.gamma"),
+    _of_ppo("lam", "algorithm.lam"),
+    _of_ppo("value_clip", "critic.cliprange_value"),
+    _of_ppo("critic_lr", "critic.optim.lr"),
+    _of_ppo("critic_path", "critic.model.path", by=lambda path: str(Path(str(path)).expanduser())),
+    _of_ppo("critic_epochs", "critic.ppo_epochs", f"{A}.ppo_epochs"),
+    _of_ppo("critic_warmup_steps", "trainer.critic_warmup", by=at_least_zero),
     _joint(
         _rewards,
         "custom_reward_function.path reward.custom_reward_function.path reward_model.enable reward.reward_model.enable",

@@ -369,8 +369,6 @@ LOSS = Joint(("loss_type", "importance_sampling_level", "sapo_temperature_pos", 
 
 JOINTS: dict[str, tuple[Joint, ...]] = {
     "grpo": (*OF_EPISODES, DIVERGENCE, LOSS),
-    "dapo": (*OF_EPISODES, DIVERGENCE),
-    "ppo": OF_EPISODES,
     "rloo": (
         *OF_EPISODES,
         Joint((*_BATCH, "num_generations", "num_iterations", "normalize_advantages"), leave_one_out),

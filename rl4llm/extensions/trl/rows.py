@@ -103,8 +103,6 @@ def as_they_are(rows: Any, plain: bool) -> Any:
 
 READERS: Mapping[str, Callable[[Any, bool], Any]] = {
     "grpo": prompts,
-    "dapo": prompts,
-    "ppo": prompts,
     "rloo": prompts,
 }
 """By the trainer's algorithm: convert TRL's rows, given whether their prompts are strings."""

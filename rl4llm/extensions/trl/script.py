@@ -16,8 +16,8 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.trl import environment, images, rewards, rows
 from rl4llm.extensions.trl.alias import Alias, Keys
 from rl4llm.extensions.trl.arguments import TRLConfig
-from rl4llm.extensions.trl.joint import JOINTS, OF_EPISODES, TrainingFacts, steps
-from rl4llm.extensions.trl.table import CONSTRUCTOR, EPISODES, REFERENCE, TABLES
+from rl4llm.extensions.trl.joint import JOINTS, TrainingFacts, steps
+from rl4llm.extensions.trl.table import CONSTRUCTOR, REFERENCE, TABLES
 
 DEFAULTS = {cls.algorithm: cls for cls in TRLConfig.__subclasses__()}
 """By the trainer's algorithm: the config with TRL's defaults."""
@@ -42,8 +42,8 @@ class Script:
             and not configured
             and ("reward_funcs" in arguments or "train_dataset" in arguments)
         ):
-            self.args = DEFAULTS[algorithm]() if algorithm in DEFAULTS else None
-        self._names = TABLES.get(algorithm, EPISODES)
+            self.args = DEFAULTS[algorithm]()
+        self._names = TABLES[algorithm]
         self._table = self._names | CONSTRUCTOR
         named = [name for name in arguments if name in self._table and name not in OURS]
         self.given: dict[str, Any] = {name: arguments.pop(name) for name in named}
@@ -218,7 +218,7 @@ class Script:
         for name, value in ((defaults if self.args else {}) | self.given).items():
             self._check(name, value, self._table[name])
             yield (name,), self._table[name].keys(value)
-        for joint in JOINTS.get(self.algorithm, OF_EPISODES):
+        for joint in JOINTS[self.algorithm]:
             if joint.keys is steps and "max_steps" in ours and "max_steps" not in self.given:
                 continue
             if self.args or any(name in self.given for name in joint.names):

@@ -21,7 +21,13 @@ MODULES = (
     "trl.rewards.accuracy_rewards", "trl.rewards.format_rewards", "trl.rewards.other_rewards",
     *(f"trl.trainer.{name.lower()}_{what}" for name in TRAINERS for what in ("config", "trainer")),
 )  # fmt: skip
+PPO = (
+    "rl4llm.PPOTrainer takes a model, a dataset and rewards. TRL's learning_rate is also that of the critic: set "
+    "training.lr and algorithm.critic_lr to it"
+)
 INSTEAD = {
+    "PPO": PPO,
+    ".ppo": PPO,
     "Callback": "every step is in metrics.jsonl and every episode in episodes/; `rl4llm view` shows them",
     "create_reference_model": "leave it out: the reference is the initial policy",
     "clone_chat_template": "set tokenizer.chat_template",

@@ -147,15 +147,11 @@ _OWN = {
     name: _aliases(section)
     for name, section in yaml.safe_load(Path(__file__).with_name("trl.yaml").read_text("utf-8")).items()
 }
-EPISODES = _OWN["common"] | _OWN["episodes"]
-"""Of trainers that sample for themselves; TRL has GRPO, PPO and DAPO take the same names."""
-
 CONSTRUCTOR = _OWN["constructor"]
 """Arguments of TRL's trainers beside their config."""
 
 TABLES: dict[str, dict[str, Alias]] = {
-    **{name: EPISODES | _OWN[name] for name in ("grpo", "rloo", "ppo")},
-    "dapo": EPISODES,
+    **{name: _OWN["common"] | _OWN["episodes"] | _OWN[name] for name in ("grpo", "rloo")},
     **{name: _OWN["common"] | _OWN["answers"] | _OWN[name] for name in ("dpo", "kto", "reward_model", "sft")},
 }
-"""By the trainer's algorithm; a method that TRL has no trainer for has the names of EPISODES."""
+"""By the trainer's algorithm."""

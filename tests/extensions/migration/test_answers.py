@@ -1,8 +1,10 @@
 """Keys and names of other projects are answered with their counterpart."""
 
 import contextlib
+import re
 import subprocess
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -123,6 +125,22 @@ def test_names_of_other_projects_are_answered(line, said):
     with pytest.raises(ImportError) as caught:
         exec(line)
     assert said in str(caught.value)
+
+
+SUGGESTED = {name: re.search(r"`(\w+Trainer\(.+\))`", says) for name, says in NAMES.items()}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, found in SUGGESTED.items() if found))
+def test_suggested_trainer_can_be_built(name, model_dir, tmp_path):
+    """The suggestion for PPO keeps the meaning of TRL, whose one learning rate is also that of the critic."""
+    rows = [{"prompt": "What is 1 + 1?", "ground_truth": "2"}] * 4
+    names = {"model": str(model_dir), "dataset": rows, "tmp_path": tmp_path}
+    for made in ("PPOTrainer", "DAPOTrainer"):
+        trainer = getattr(rl4llm, made)
+        names[made] = partial(trainer, reward_functions=["math"], output={"dir": str(tmp_path / made)})
+    built = eval(SUGGESTED[name][1], names).trainer
+    rates = {model.optimizer.options.lr for model in (built.backend, built.critic) if model is not None}
+    assert len(rates) == 1 and (built.critic is not None) == (name == "PPOConfig")
 
 
 def test_trainer_with_arguments_of_another_project_is_answered():

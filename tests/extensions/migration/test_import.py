@@ -66,6 +66,32 @@ def test_a_column_of_images_turns_vision_on():
     ) and "vision:" not in other.text("head")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", {"critic_lr: 1.0e-05": "critic.optim.lr=1.0e-05, the default of verl"}),
+        ("critic.optim.lr=3e-6", {"critic_lr: 3.0e-06": "critic.optim.lr=3.0e-06"}),
+        (
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            {"critic_epochs: 2": "actor_rollout_ref.actor.ppo_epochs=2"},
+        ),
+        ("critic.ppo_epochs=3", {"critic_epochs: 3": "critic.ppo_epochs=3"}),
+        ("trainer.critic_warmup=5", {"critic_warmup_steps: 5": "trainer.critic_warmup=5"}),
+    ],
+)
+def test_critic_has_the_numbers_of_verl(given, said):
+    lines = converted(f"verl.trainer.main_ppo {given}").text("head").splitlines()
+    others = {"value_clip: 0.5": "critic.cliprange_value=0.5, the default of verl"}
+    for line, source in (said | others).items():
+        assert f"  {line}  # {source}" in lines
+
+
+def test_only_ppo_has_a_critic():
+    found = converted("verl.trainer.main_ppo algorithm.adv_estimator=grpo critic.optim.lr=3e-6")
+    assert not {name for name in found.keys if "critic" in name or "value_clip" in name}
+    assert [given for given, _ in found.without] == ["critic.optim.lr=3.0e-06"]
+
+
 def test_unknown_key_is_to_be_decided():
     found = convert({"data.train_batch_sise": 4, "trainer.total_training_steps": 1}, DataFacts())
     assert found.open == ["data.train_batch_sise=4: not a key of verl that is known here"]

@@ -293,6 +293,11 @@ def test_quantized_weights_are_refused():
             "from trl.experimental.online_dpo import OnlineDPOTrainer",
             "trl.experimental.online_dpo has no counterpart",
         ),
+        ("from trl import PPOConfig", "trl.PPOConfig has no counterpart .* algorithm.critic_lr"),
+        (
+            "from trl.experimental.ppo import PPOTrainer",
+            "trl.experimental.ppo has no counterpart .* algorithm.critic_lr",
+        ),
         (
             "from trl import LogCompletionsCallback",
             "trl.LogCompletionsCallback has no counterpart .* metrics.jsonl",
