@@ -64,7 +64,8 @@ class ChatMessage:
     `tool_calls` are the calls of an assistant's message, in the form of OpenAI. A tool message may hold the call that it
     answers. Only templates that ask for calls before answers use it, so `to_dict` leaves it out. `reasoning` is what the
     assistant thought before it spoke, where it is not part of `content`. `learned` tells whether a demonstration trains on
-    the message; None leaves this to its role. A tool message is `failed` if its call went wrong, whatever its text says.
+    the message; None leaves this to its role. A tool message is `failed` if its call went wrong, whatever its text says;
+    `seconds` is how long the call took, which no model reads.
 
     `parts` are the texts and pictures of a message with pictures, in order; `content` is then their texts as one. Use
     `showing` to make one. An assistant's message has no pictures.
@@ -78,6 +79,7 @@ class ChatMessage:
     learned: bool | None = field(default=None, compare=False)
     failed: bool = False
     parts: tuple[Part, ...] = ()
+    seconds: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -33,10 +34,11 @@ logger = logging.getLogger("rl4llm.envs")
 
 
 class Reply(NamedTuple):
-    """The answer to a call, as texts and pictures, and whether the call failed."""
+    """The answer to a call, as texts and pictures, whether the call failed, and how long the tool ran."""
 
     parts: tuple[str | Picture, ...]
     failed: bool = False
+    seconds: float | None = None
 
 
 class ToolMDPEnv(BaseMDPEnv):
@@ -143,6 +145,7 @@ class ToolMDPEnv(BaseMDPEnv):
                 *reply.parts,
                 tool_calls=(self._answered(call, earlier + number),),
                 failed=reply.failed,
+                seconds=reply.seconds,
             )
             for number, (call, reply) in enumerate(zip(calls, replies, strict=False))
         ]
@@ -200,10 +203,15 @@ class ToolMDPEnv(BaseMDPEnv):
         problem = call.problem or (objection(self.tools[call.name], call.arguments) if known else unknown)
         if problem:
             return self._error(sample, problem)
+        async with self._in_turn(sample, call):
+            begin = time.perf_counter()
+            reply = await self._tried(sample, call)
+        return reply._replace(seconds=time.perf_counter() - begin)
+
+    async def _tried(self, sample: SampleState, call: ToolCall) -> Reply:
         deadline = self.tools[call.name].timeout_s or self.tool_timeout_s
         try:
-            async with self._in_turn(sample, call):
-                return Reply(self._shown(await within(deadline, self._run(sample, call))))
+            return Reply(self._shown(await within(deadline, self._run(sample, call))))
         except ToolError as error:
             return self._error(sample, str(error))
         except LateError:

@@ -17,7 +17,7 @@ and the places where a clip cut the gradient. `mismatch` is the largest differen
 did not train, and evaluations, have none of these.
 
 `success` is left out if no reward defines success. A tool's message is `failed` if the call went wrong, and has that call
-as its `tool_calls`, where the environment knows it.
+as its `tool_calls`, where the environment knows it, and how many `seconds` it took, where the environment runs it.
 An episode whose agent rewrote its history has further token records beside `spans`, as the list `forks`.
 An attempt that failed has `failure`, the reason, `failure_class`, and no reward. `extras` has notes of environments and
 rewards: why a reward was 0 (`reward_notes`), what failed before a retry (`played_again_after`). In an episode of several
@@ -239,6 +239,8 @@ def _messages(
     rows = []
     for message in messages:
         row = message.to_dict() | ({"failed": True} if message.failed else {})
+        if message.seconds is not None:
+            row["seconds"] = round(message.seconds, DIGITS)
         if message.tool_calls:  # of a tool's message, the call that it answers
             row["tool_calls"] = [dict(call) for call in message.tool_calls]
         if message.parts:

@@ -9,6 +9,7 @@ import re
 import sqlite3
 import tempfile
 import threading
+import time
 
 import pytest
 
@@ -24,6 +25,7 @@ from rl4llm.extensions.toolbox.workspace import Workspace
 from rl4llm.rewards import as_reward_function
 from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
+from rl4llm.tracking.episodes import EpisodeLog, read_episodes
 from rl4llm.tracking.summary import summarize
 
 
@@ -203,6 +205,34 @@ def test_failed_calls_are_marked_whatever_their_text_says(play):
     assert not any("failed" in message.to_dict() for message in told)  # templates never see it
     assert trajectory.rewards["tool_use"] == pytest.approx(2 / 7)
     assert trajectory.extras["metrics"]["tool_errors"] == sum(message.failed for message in told)
+
+
+class Slow(ToolSet):
+    """A tool of the episode, whose calls wait for each other."""
+
+    def open(self, sample):
+        return self
+
+    @tool
+    def nap(self, seconds: float) -> str:
+        """Sleep.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+        return "slept"
+
+
+def test_an_answer_has_the_time_of_its_call_alone(play, tmp_path):
+    turns = [call("nap", seconds=0.3) + call("nap", seconds=0.01) + call("nothing"), "done"]
+    result, _, _ = play(turns, tools=[Slow()])
+    EpisodeLog(tmp_path).log(1, result.groups)
+    (row,) = read_episodes(tmp_path)
+    told = [message for message in row["messages"] if message["role"] == "tool"]
+    long, short = (message["seconds"] for message in told[:2])
+    assert long >= 0.3 and 0.01 <= short < 0.25 and "seconds" not in told[2]
+    assert not any("seconds" in message.to_dict() for message in result.trajectories[0].messages)
 
 
 def test_calls_of_a_turn_run_at_once_and_are_answered_in_order(answers):

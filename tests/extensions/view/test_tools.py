@@ -19,13 +19,13 @@ def conversations():
     known = call("calculator", {"expression": "1/0"})
     yield (
         ChatMessage("assistant", '<tool_call>{"name": "calculator"}</tool_call>'),
-        ChatMessage("tool", "ZeroDivisionError", tool_calls=(known,), failed=True),
+        ChatMessage("tool", "ZeroDivisionError", tool_calls=(known,), failed=True, seconds=0.01234),
         ChatMessage("assistant", "It is infinite."),
     )
     two = (call("search", {"query": "x" * 500}, "a"), call("add", '{"a": 1}', "b"), call("stop", {}, "c"))
     yield (
         ChatMessage("assistant", "", tool_calls=two),
-        ChatMessage("tool", "2", tool_call_id="b"),
+        ChatMessage("tool", "2", tool_call_id="b", seconds=61.5),
         ChatMessage("tool", "first line\n" + "y" * 500, tool_call_id="a"),
     )
 
@@ -51,12 +51,12 @@ def test_tool_calls_are_cards_with_their_answers(browser, url):
     browser.errors.clear()
     browser.open(f"{url}#/episode/0/0")
     browser.until("document.querySelector('.card')")
-    assert cards(browser) == ['calculator failed {"expression":"1/0"} ZeroDivisionError']
+    assert cards(browser) == ['calculator failed 12.3 ms {"expression":"1/0"} ZeroDivisionError']
     assert browser.value(f"{CARDS}[0].classList.contains('failed')")
     browser.press("n")
     browser.until("document.querySelectorAll('article > section:nth-of-type(1) .card').length === 3")
     waiting, add, search = cards(browser)
-    assert waiting == "stop {} no answer" and add == 'add {"a": 1} 2'
+    assert waiting == "stop {} no answer" and add == 'add 61.5 s {"a": 1} 2'
     assert search == f'search {{"query":"{"x" * 110} … 512 characters first line … 511 characters'
     assert browser.value(f"{CARDS}[2].querySelectorAll('details:not([open])').length") == 2
     browser.click(".message:nth-child(4) .card > details > summary")

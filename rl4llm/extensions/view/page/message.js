@@ -3,7 +3,7 @@
 import { asText, h, longText, number } from "./dom.js";
 
 const ROLES = ["system", "user", "assistant", "tool"];
-const SHOWN = ["role", "content", "parts", "tool_calls", "tool_call_id", "failed"];
+const SHOWN = ["role", "content", "parts", "tool_calls", "tool_call_id", "failed", "seconds"];
 const SHORT = 400; // characters of arguments and answers, up to which they are not folded
 const LINE = 120;
 
@@ -39,16 +39,20 @@ function message(one, images, call, isAnswered) {
     "li",
     { class: `message ${ROLES.includes(one.role) ? one.role : "other"}` },
     h("div", { class: "role" }, String(one.role), one.tool_call_id ? h("span", { class: "quiet" }, ` ${one.tool_call_id}`) : null, call ? null : badge),
-    call ? card(call, badge, content ?? empty()) : (content ?? (calls.length ? null : empty())),
+    call ? card(call, [badge, took(one)], content ?? empty()) : (content ?? (calls.length ? null : empty())),
     calls.map((own) => (isAnswered(own) ? h("div", { class: "quiet" }, `calls ${nameOf(own)}`) : card(own))),
     more.map(([name, value]) => h("div", { class: "quiet" }, `${name}: `, longText(asText(value), 500))),
   );
 }
 
-function card(call, badge, answer) {
+function took({ seconds }) {
+  return Number.isFinite(seconds) ? h("span", { class: "quiet" }, ` ${seconds < 1 ? `${number(seconds * 1000, 3)} ms` : `${number(seconds, 3)} s`}`) : null;
+}
+
+function card(call, [badge, duration] = [], answer) {
   const { arguments: given } = call.function ?? call;
   const waits = answer ? null : h("div", { class: "quiet" }, "no answer");
-  return h("div", { class: `call card${badge ? " failed" : ""}` }, h("div", {}, h("strong", {}, nameOf(call)), " ", badge, " ", h("code", {}, folded(asText(given ?? {}), SHORT))), answer, waits);
+  return h("div", { class: `call card${badge ? " failed" : ""}` }, h("div", {}, h("strong", {}, nameOf(call)), " ", badge, duration, " ", h("code", {}, folded(asText(given ?? {}), SHORT))), answer, waits);
 }
 
 function nameOf(call) {
