@@ -18,6 +18,7 @@ from rl4llm.envs.wire import (
     Pictures,
     RequestError,
     check_choice,
+    check_format,
     check_keys,
     dumps,
     fields_of,
@@ -32,12 +33,12 @@ from rl4llm.envs.wire import (
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 USED = (
     "model", "messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "n", "stream",
-    "stream_options", "logprobs", "top_logprobs",
+    "stream_options", "logprobs", "top_logprobs", "response_format",
     # These do not change an answer; the draws of an episode have separate seeds.
     "seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 )  # fmt: skip
 NEUTRAL = {
-    "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"},
+    "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {},
     "parallel_tool_calls": True, "repetition_penalty": 1, "min_p": 0, "modalities": ["text"], "functions": [],
 }  # fmt: skip
 SHAPING = (
@@ -67,6 +68,7 @@ def read_request(body: Any, params: SamplingParams, kept: Kept | None = None) ->
         raise RequestError(
             "top_logprobs is not accepted: only sampled tokens have log-probs.", param="top_logprobs"
         )
+    check_format("response_format", body.get("response_format"))
     return Asked(
         messages=_messages(body.get("messages")),
         tools=read_tools(body.get("tools", [])),

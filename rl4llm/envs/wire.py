@@ -20,6 +20,7 @@ from rl4llm.core.types import ChatMessage, Completion, SamplingParams
 
 MODEL = "policy"
 PIECE = 16  # characters of a streamed delta
+PLAIN = {"type": "text"}
 Kept = Mapping[str, tuple[ChatMessage, ...]]
 """The id of an earlier answer -> the conversation with it."""
 
@@ -160,15 +161,25 @@ def fields_of(
     return body, tuple(asking)
 
 
-def check_choice(choice: Any) -> bool:
+def check_choice(choice: Any, auto: Any = "auto", none: Any = "none") -> bool:
     """Return whether a `tool_choice` allows calls. Raises RequestError for one that forces a call."""
-    if choice not in ("auto", "none"):
+    if choice not in (auto, none):
         raise RequestError(
             f"tool_choice={choice!r:.100} is not accepted: the policy is sampled freely, so no call can be forced. "
-            "Accepted: 'auto', 'none'.",
+            f"Accepted: {auto!r}, {none!r}. Next: ask for the call in the prompt, and let a reward check it.",
             param="tool_choice",
         )
-    return bool(choice == "auto")
+    return bool(choice == auto)
+
+
+def check_format(name: str, given: Any) -> None:
+    """Raise RequestError for a format of the answer that is not plain text."""
+    if given not in (None, PLAIN):
+        raise RequestError(
+            f"{name}={given!r:.100} is not accepted: the policy is sampled freely, so no format can be forced. "
+            f"Accepted: {PLAIN}. Next: describe the format in the prompt, and let a reward check it.",
+            param=name.partition(".")[0],
+        )
 
 
 class Pictures:

@@ -17,6 +17,7 @@ from rl4llm.envs.wire import (
     Pictures,
     RequestError,
     check_choice,
+    check_format,
     check_keys,
     event,
     fields_of,
@@ -30,6 +31,7 @@ from rl4llm.envs.wire import (
 
 USED = (
     "model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "output_config",
+    "output_format",
     "metadata", "service_tier", "cache_control", "speed", "inference_geo",  # these do not change an answer
 )  # fmt: skip
 NEUTRAL = {"thinking": {"type": "disabled"}, "context_management": {"edits": []}}
@@ -48,7 +50,13 @@ def read_request(body: Any, params: SamplingParams, kept: Kept) -> Asked:
     """Parse and check a request's JSON. Raises RequestError."""
     body, overridden = fields_of(body, params, USED, NEUTRAL, ("thinking",))
     config, choice = mapping_of(body, "output_config"), mapping_of(body, "tool_choice")
-    check_keys(config, "output_config", ("effort",))
+    check_keys(config, "output_config", ("effort", "format"))
+    for name, given in (
+        ("output_format", body.get("output_format")),
+        ("output_config.format", config.get("format")),
+    ):
+        check_format(name, given)
+    may_call = check_choice({"type": choice.get("type", "auto")}, {"type": "auto"}, {"type": "none"})
     check_keys(
         {**choice, "disable_parallel_tool_use": choice.get("disable_parallel_tool_use") or None},
         "tool_choice",
@@ -65,7 +73,7 @@ def read_request(body: Any, params: SamplingParams, kept: Kept) -> Asked:
     return Asked(
         messages=check_end((*((ChatMessage("system", system),) if system else ()), *said), "messages"),
         tools=read_tools([_tool(tool) for tool in tools] if isinstance(tools, list) else tools),
-        may_call=check_choice(choice.get("type", "auto")),
+        may_call=may_call,
         stop=stops_of(body, "stop_sequences"),
         max_tokens=limit_of(body, "max_tokens"),
         stream=flag_of(body, "stream"),

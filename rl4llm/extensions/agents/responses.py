@@ -14,12 +14,14 @@ from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.chat_completions import check_end, read_message, read_tools, text_of
 from rl4llm.envs.wire import (
     MODEL,
+    PLAIN,
     Answer,
     Asked,
     Kept,
     Pictures,
     RequestError,
     check_choice,
+    check_format,
     check_keys,
     event,
     fields_of,
@@ -30,7 +32,6 @@ from rl4llm.envs.wire import (
     refused,
 )
 
-TEXT = {"format": {"type": "text"}}
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # no answer has a reasoning item
 ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "tool_choice", "tools")
@@ -53,12 +54,7 @@ def read_request(body: Any, params: SamplingParams, kept: Kept) -> Asked:
     body, overridden = fields_of(body, params, USED, NEUTRAL, ("reasoning",))
     text, include = mapping_of(body, "text"), body.get("include", [])
     check_keys(text, "text", ("format", "verbosity"))
-    if text.get("format", TEXT["format"]) != TEXT["format"]:
-        raise RequestError(
-            f"text.format={text['format']!r:.100} is not accepted: the policy is sampled freely, so no format can be "
-            "forced. Accepted: {'type': 'text'}.",
-            param="text",
-        )
+    check_format("text.format", text.get("format"))
     if not isinstance(include, list) or any(name not in INCLUDED for name in include):
         raise RequestError(
             f"include={include!r:.100} is not accepted. Accepted: {INCLUDED}.", param="include"
@@ -97,7 +93,7 @@ def answer_body(asked: Asked, answer: Answer) -> dict[str, Any]:
         "object": "response",
         "created_at": int(time.time()),
         "model": answer.model,
-        "text": TEXT,
+        "text": {"format": PLAIN},
         "store": asked.keep is not None,
         "error": None,
         "status": "incomplete" if cut else "completed",

@@ -2,10 +2,12 @@
 
 import json
 import sys
+from itertools import product
 
 import agents
 import anthropic
 import openai
+import pydantic
 import pytest
 from vowels import Vowels
 
@@ -236,6 +238,14 @@ def test_changed_history_begins_a_fork(play):
 
 
 TOOL = {"type": "function", "name": "f", "parameters": {}}
+NO_CALL = "no call can be forced.*Accepted: .*Next: ask for the call in the prompt"
+NO_FORMAT = "no format can be forced.*Accepted: .*Next: describe the format in the prompt"
+BAD_CHATS = [
+    ({"tool_choice": "required"}, NO_CALL),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, NO_CALL),
+    ({"response_format": {"type": "json_object"}}, NO_FORMAT),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}}, NO_FORMAT),
+]
 BAD_RESPONSES = [
     ({"input": []}, "input must be a list with at least one message"),
     ({"input": [{"role": "assistant", "content": "x"}]}, "input must end with a message to answer"),
@@ -245,10 +255,15 @@ BAD_RESPONSES = [
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
         "the image 'u' is not",
     ),
-    ({"tool_choice": "required", "tools": [TOOL]}, "no call can be forced"),
-    ({"tool_choice": {"type": "function", "name": "f"}, "tools": [TOOL]}, "no call can be forced"),
+    ({"tool_choice": "required", "tools": [TOOL]}, NO_CALL),
+    ({"tool_choice": {"type": "function", "name": "f"}, "tools": [TOOL]}, NO_CALL),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}}, NO_CALL),
     ({"tools": [{"type": "web_search"}]}, "tools must be functions"),
-    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "no format can be forced"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}},
+        r"text\.format=.*" + NO_FORMAT,
+    ),
+    ({"text": {"format": {"type": "json_object"}}}, NO_FORMAT),
     ({"parallel_tool_calls": False}, "parallel_tool_calls=False is not accepted"),
     ({"background": True}, "background=True is not accepted"),
     ({"include": ["file_search_call.results"]}, "include="),
@@ -261,11 +276,12 @@ BAD_MESSAGES = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "one of user, assistant, system"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "the image None is not accepted"),
     ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, r"messages\[0\]\.name is not read"),
-    ({"tool_choice": {"type": "any"}}, "no call can be forced"),
-    ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name is not read"),
+    ({"tool_choice": {"type": "any"}}, NO_CALL),
+    ({"tool_choice": {"type": "tool", "name": "f"}}, r"tool_choice={.*tool.*} is not .*" + NO_CALL),
     ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use is not read"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools must have a name and an input_schema"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format is not read"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, r"output_config\.format=.*" + NO_FORMAT),
+    ({"output_format": {"type": "json_schema", "schema": {}}}, NO_FORMAT),
     ({"container": "c"}, "container='c' is not accepted"),
     ({"stop_sequences": [""]}, "stop_sequences="),
 ]  # fmt: skip
@@ -274,15 +290,18 @@ BAD_MESSAGES = [
 def test_refusals_are_the_exceptions_of_each_sdk(play):
     async def agent(task, base_url, api_key):
         client = of_openai(base_url, api_key)
-        for body, problem in BAD_RESPONSES:
+        ways = [(client.responses.create, {"input": "x"}, case) for case in BAD_RESPONSES]
+        ways += [(client.chat.completions.create, {"messages": QUESTION}, case) for case in BAD_CHATS]
+        for (create, plain, (body, problem)), stream in product(ways, (False, True)):
             with pytest.raises(openai.BadRequestError, match=problem) as refused:
-                await client.responses.create(**{"model": "policy", "input": "x", **body})
+                await create(**{"model": "policy", "stream": stream, **plain, **body})
             assert refused.value.param in body and refused.value.type == "invalid_request_error"
         with pytest.raises(openai.AuthenticationError, match="does not name an episode"):
             await respond(of_openai(base_url.replace(api_key, "guessed"), "x"), False, input="x")
         client = of_anthropic(base_url, api_key)
-        for body, problem in BAD_MESSAGES:
-            asked = {"model": "policy", "max_tokens": 9, "messages": QUESTION, "extra_body": body}
+        for (body, problem), stream in product(BAD_MESSAGES, (False, True)):
+            asked = {"model": "policy", "max_tokens": 9, "messages": QUESTION, "stream": stream}
+            asked |= {"extra_body": body}
             with pytest.raises(anthropic.BadRequestError, match=problem) as refused:
                 await client.messages.create(**asked)
             assert refused.value.body["error"]["type"] == "invalid_request_error"
@@ -296,6 +315,40 @@ def test_refusals_are_the_exceptions_of_each_sdk(play):
     result, client = play(agent)
     assert not result.failed, result.failed[0].failure
     assert len(client.calls) == 2
+
+
+class Sum(pydantic.BaseModel):
+    total: int
+
+
+def test_answers_that_sdks_would_parse_are_refused(play):
+    async def agent(task, base_url, api_key):
+        client, asked = of_openai(base_url, api_key), {"model": "policy", "messages": QUESTION}
+        with pytest.raises(openai.BadRequestError, match=NO_FORMAT):
+            await client.chat.completions.parse(response_format=Sum, **asked)
+        with pytest.raises(openai.BadRequestError, match=NO_FORMAT):
+            async with client.chat.completions.stream(response_format=Sum, **asked) as stream:
+                await stream.get_final_completion()
+        with pytest.raises(openai.BadRequestError, match=NO_FORMAT):
+            await client.responses.parse(model="policy", input="x", text_format=Sum)
+        with pytest.raises(openai.BadRequestError, match=NO_FORMAT):
+            await respond(client, True, input="x", text_format=Sum)
+        other = of_anthropic(base_url, api_key)
+        with pytest.raises(anthropic.BadRequestError, match=NO_FORMAT):
+            await other.messages.parse(max_tokens=9, output_format=Sum, **asked)
+        with pytest.raises(anthropic.BadRequestError, match=NO_FORMAT):
+            await message(other, True, messages=QUESTION, output_format=Sum)
+        await message(
+            other,
+            False,
+            messages=QUESTION,
+            tool_choice={"type": "none"},
+            tools=[{"name": "calculator", "input_schema": CALCULATOR["parameters"]}],
+        )
+
+    result, client = play(agent, [CALL])
+    assert not result.failed, result.failed[0].failure
+    assert len(client.calls) == 1 and result.trajectories[0].messages[-1].content == CALL
 
 
 def test_other_sampling_is_ignored_with_a_warning(play):
