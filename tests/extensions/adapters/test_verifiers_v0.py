@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -88,6 +89,8 @@ def test_old_verifiers_play_turns_and_tools_exactly(model, tokenizer, play):
     assert episode.extras["verifiers"]["stop"] == "enough"
     (called,) = play(ScriptedClient(tokenizer, {"": [COUNT, "b"]}), "tool").trajectories
     assert called.messages[3].content == "4 letters" and called.reward == 0.25
+    (endless,) = play(ScriptedClient(tokenizer, {"": [COUNT] * 5}), "tool").trajectories
+    assert endless.num_turns == 4  # its limit is below that of the run
 
 
 def test_old_verifiers_reward_a_group_together(tokenizer, play, rows):
@@ -107,6 +110,9 @@ def test_old_verifiers_end_as_the_policy_plays(tokenizer, play):
     assert empty.reward == 0.0
     (cut,) = play(ScriptedClient(tokenizer, {"": ["a", "b"]}), "multi", max_steps=2).trajectories
     assert cut.extras["verifiers"]["stop"] == "max_turns_reached" and cut.reward == 0.25
+    full = ScriptedClient(tokenizer, {"": ["a" * 40, "b"]}, context_length=60)
+    (full,) = play(full, "multi", params=SamplingParams(max_tokens=40)).trajectories
+    assert full.num_turns == 1 and full.reward == 0.25
 
 
 def test_old_verifiers_faults_leave_the_episode_out(tokenizer, play):
@@ -115,6 +121,23 @@ def test_old_verifiers_faults_leave_the_episode_out(tokenizer, play):
     for sample in (*broken.failed, *together.failed):
         assert "Error calling reward function broken: the judge is away" in sample.failure
     assert (len(broken.failed), len(together.failed)) == (1, 2)
+    for kind, problem in (
+        ("unknown", "no finite reward"),
+        ("away", "the rollout failed in verifiers: .*the machine is away"),
+    ):
+        (sample,) = play(ScriptedClient(tokenizer, {"": ["a"]}), kind).failed
+        assert re.search(problem, sample.failure)
+
+
+def test_old_verifiers_prompts_have_the_keys_that_were_written(python):
+    (row,) = verifiers_prompts("train", 1, task=TASK, python=python, options={"kind": "shots"})
+    assert [set(message) for message in row["messages"]] == [
+        {"role", "content"},
+        {"role", "content", "name"},
+        {"role", "content"},
+    ]
+    with pytest.raises(ConfigError, match="it completes plain text"):
+        verifiers_prompts("train", 1, task=TASK, python=python, options={"kind": "text"})
 
 
 def test_old_environments_need_an_old_verifiers(folder):

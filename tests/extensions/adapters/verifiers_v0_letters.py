@@ -28,6 +28,10 @@ def shortest(completions, **kwargs):
     return [float(size == min(sizes)) for size in sizes]
 
 
+def unknown(completion, **kwargs):
+    return float("nan")
+
+
 def broken(completion, **kwargs):
     raise RuntimeError("the judge is away")
 
@@ -57,18 +61,35 @@ class Again(vf.MultiTurnEnv):
         return [{"role": "user", "content": f"Another with {state['answer']}, number {state['asked']}."}]
 
 
+class Away(Again):
+    """Loses what it needs after the first turn."""
+
+    async def env_response(self, messages, state, **kwargs):
+        raise vf.InfraError("the machine is away")
+
+
 def load_environment(kind="single", words=30, evaluated=0):
     rows = [{"question": f"Say {'ab' * n}.", "answer": "ab", "info": {"n": n}} for n in range(1, words + 1)]
     given = {"dataset": Dataset.from_list(rows), "system_prompt": "Spell."}
+    if kind == "shots":  # a dataset has each key of any message in all of them
+        shots = [
+            {"role": "user", "content": "Say a."},
+            {"role": "assistant", "content": "a", "name": "shown"},
+        ]
+        said = [{"prompt": [*shots, {"role": "user", "content": "Say ab."}], "answer": "ab"}]
+        return vf.SingleTurnEnv(rubric=vf.Rubric(funcs=[letters]), dataset=Dataset.from_list(said))
+    if kind == "text":
+        given = {"dataset": Dataset.from_list(rows), "message_type": "completion"}
     if evaluated:
         given["eval_dataset"] = Dataset.from_list(rows[:evaluated])
     pairs = {"group": [letters, shortest], "sums": [sums, shortest], "broken": [letters, broken]}
+    pairs["unknown"] = [unknown, turns]
     pairs["broken_group"] = [shortest, broken]
     funcs = pairs.get(kind, [letters, turns])
     weights = [0.5, 0.25] if shortest in funcs else [0.5, 0.0]
     rubric = vf.Rubric(funcs=funcs, weights=weights)
     if kind == "tool":
         return vf.ToolEnv(tools=[count], rubric=rubric, max_turns=4, **given)
-    if kind == "multi":
-        return Again(rubric=rubric, **given)
+    if kind in ("multi", "away"):
+        return (Again if kind == "multi" else Away)(rubric=rubric, **given)
     return vf.SingleTurnEnv(rubric=rubric, **given)
