@@ -6,9 +6,10 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rl4llm.commands.output import say
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, ModelError
 
 KEY = "TINKER_API_KEY"
 
@@ -21,7 +22,6 @@ def run(words: Sequence[str]) -> int:
 
     from aiohttp import web
 
-    from rl4llm.extensions.tinker.models import Base
     from rl4llm.extensions.tinker.server import application
     from rl4llm.extensions.tinker.service import Service
     from rl4llm.runs.lock import DirectoryLock
@@ -33,7 +33,7 @@ def run(words: Sequence[str]) -> int:
     port = arguments.port or free_port(arguments.host)
     check_free(arguments.host, port)
     keep_freed_memory()
-    bases = {name: Base(name, path, arguments.dtype) for name, path in directories.items()}
+    bases = {name: _base(name, path, arguments.dtype) for name, path in directories.items()}
     service = Service(bases, arguments.output, arguments.dtype)
 
     def ready(_: str) -> None:
@@ -57,6 +57,16 @@ def _named(text: str) -> tuple[str, str]:
             f"--model {text} is not accepted. Accepted: NAME=DIRECTORY, or the name of a model on the hub."
         )
     return name, source or name
+
+
+def _base(name: str, source: str, dtype: str) -> Any:
+    """Return a model to serve. Raises ModelError with the option that serves a local copy."""
+    from rl4llm.extensions.tinker.models import Base
+
+    try:
+        return Base(name, source, dtype)
+    except ModelError as error:
+        raise ModelError(f"{error} Next: --model {name}=DIRECTORY serves a local copy.") from error
 
 
 def _key(arguments: argparse.Namespace) -> str:

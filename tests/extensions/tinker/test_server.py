@@ -19,6 +19,7 @@ from rl4llm.algorithms.grpo import GRPO
 from rl4llm.algorithms.gspo import GSPOToken
 from rl4llm.algorithms.sft import SFT
 from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.cli import main
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.tinker import service
 from rl4llm.extensions.tinker.models import Shape
@@ -440,6 +441,12 @@ def test_adapters_share_the_tensors_of_their_base(server, client):
     client.losses(first, 1, data)
     client.do("optim_step", model_id=first, seq_id=2, adam_params=LEARNS)
     assert client.losses(second, 2, data, forward_only=True)[1] == before
+
+
+def test_model_that_cannot_be_loaded_is_refused_with_the_option(tmp_path, capsys):
+    words = ["--model", f"m={tmp_path}", "--output", str(tmp_path / "out"), "--port", "0"]
+    assert main(["serve", "tinker", *words]) == 1
+    assert "Next: --model m=DIRECTORY serves a local copy" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_client_without_a_heartbeat_frees_what_it_had(model_dir, tmp_path):
