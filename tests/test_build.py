@@ -22,7 +22,7 @@ from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose import Given, build_trainer, engines
-from rl4llm.compose.choices import check_choices, check_config, warnings_of
+from rl4llm.compose.choices import check_choices, check_config, rate_warnings, warnings_of
 from rl4llm.compose.engines import build_client, check_engine, server_urls
 from rl4llm.compose.environments import make_env, make_prompts
 from rl4llm.compose.setup import Machine, Setup, build_algorithm, set_up_torch
@@ -662,3 +662,10 @@ def test_defaults_that_are_traps_are_shown_once(name, model_dir, tmp_path, capsy
     assert "is not set" not in knowing.replace("rewards is not set", "")
     again = tmp_path / "knowing" / "config.yaml"
     assert load_config(again).given >= {"training.lr", "rollout.max_tokens"}
+
+
+def test_rate_that_a_program_sets_has_no_warning():
+    config = load_config(overrides={"model.path": "m"})
+    assert rate_warnings(config)
+    config.training.lr = 1e-4
+    assert rate_warnings(config) == []
