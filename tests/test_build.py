@@ -24,7 +24,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose import Given, build_trainer, engines
 from rl4llm.compose.choices import check_choices, check_config, rate_warnings, warnings_of
 from rl4llm.compose.engines import build_client, check_engine, server_urls
-from rl4llm.compose.environments import make_env, make_prompts
+from rl4llm.compose.environments import make_env, make_prompts, unset_notes
 from rl4llm.compose.setup import Machine, Setup, build_algorithm, set_up_torch
 from rl4llm.compose.supervised import dataset_renderer
 from rl4llm.compose.tables import ENGINES
@@ -662,6 +662,13 @@ def test_defaults_that_are_traps_are_shown_once(name, model_dir, tmp_path, capsy
     assert "is not set" not in knowing.replace("rewards is not set", "")
     again = tmp_path / "knowing" / "config.yaml"
     assert load_config(again).given >= {"training.lr", "rollout.max_tokens"}
+
+
+def test_length_of_turns_that_a_part_sets_has_no_note():
+    keys = {"model.path": "m", "rewards": ["math"]}
+    for parts, count in (({}, 1), ({"parts": {"a": {"rollout": {"max_tokens": 256}}}}, 0)):
+        setup = Setup(load_config(overrides=keys | parts), Given(), None, None)
+        assert len(list(unset_notes(setup, None))) == count
 
 
 def test_rate_that_a_program_sets_has_no_warning():
