@@ -232,12 +232,12 @@ def _verbs(sentence: str, snippets: Sequence[Snippet]) -> Iterator[int]:
     """Yield where each verb ends, and each "=" after words or plain arithmetic; 2x = 18 does not make 18 an answer."""
     inside = _mask(sentence, snippets)
     for match in _VERB.finditer(sentence):
-        equation = match[0][0] == "=" and _is_equation(sentence[max(0, match.start() - 200) : match.start()])
+        equation = match[0][0] == "=" and is_equation(sentence[max(0, match.start() - 200) : match.start()])
         if not equation and not inside[match.start()]:
             yield match.end()
 
 
-def _is_equation(before: str) -> bool:
+def is_equation(before: str) -> bool:
     """Return whether what stands before "=" is an expression with letters rather than a name, a word or arithmetic."""
     side: list[str] = []
     before = _UNITS_INSIDE.sub("", _TIMES.sub(r"\1*", before))

@@ -11,13 +11,13 @@ from typing import Literal
 
 from rl4llm.core.message import after_thinking
 from rl4llm.rewards.amounts import last_number
-from rl4llm.rewards.conclusion import concluded, first_sentence
+from rl4llm.rewards.conclusion import concluded, first_sentence, is_equation
 from rl4llm.rewards.marks import boxes, joined, leading_formula
 
 Extraction = Literal["auto", "tag", "boxed", "hash", "answer", "last_number"]
 
 _SEARCHED_CHARS = 20_000
-_LINE_CHARS = 1000
+_LINE_CHARS, _SIDE_CHARS = 1000, 200
 _MINUS = re.compile(r"\b(?:minus|negative) (?=[$\d\\])", re.IGNORECASE)
 _ANNOUNCED = re.compile(r"s?[*_\s]*(?:(?:is|are|was)\b|[:=])[*_\s:]*")
 
@@ -27,9 +27,10 @@ def final_answer(text: str, extraction: Extraction = "auto", max_chars: int = 40
 
     "tag" is the last ``<answer>...</answer>``, "boxed" the last ``\\boxed{...}``, or the last few that are one list, "hash"
     the rest of the line after the last ``####``, "answer" what follows the last "answer is" or "Answer:", "last_number" the
-    last number that stands alone. "auto" takes the first of the first four that is there, else what the last sentences
-    conclude with: a formula, the words after the verb, or a number that stands alone. A number inside other notation is
-    never taken out of it. Thoughts hold no answer. An answer longer than `max_chars` comes cut, but still longer than that.
+    last number that stands alone, or that arithmetic or a name equals. "auto" takes the first of the first four that is
+    there, else what the last sentences conclude with: a formula, the words after the verb, or a number that stands alone.
+    A number inside other notation is never taken out of it. Thoughts hold no answer. An answer longer than `max_chars`
+    comes cut, but still longer than that.
     """
     text = _MINUS.sub("-", after_thinking(text)[-_SEARCHED_CHARS:])
     extractors = _AUTO if extraction == "auto" else (_EXTRACTORS[extraction],)
@@ -84,6 +85,14 @@ def _first_line(text: str, max_chars: int) -> str | None:
     return _of_part(first, max_chars) or first.strip(" *_`").removesuffix(".").strip(" *_`") or None
 
 
+def _last_number(text: str, max_chars: int) -> str | None:
+    """The last number that stands alone, or that arithmetic or a name equals: 19 for "12 + 7 = 19", none for "2x = 18"."""
+    text = text[-_LINE_CHARS:]
+    left, equals, right = text.rpartition("=")
+    result = equals and left[-1:] not in tuple("<>!=:") and not is_equation(left[-_SIDE_CHARS:])
+    return last_number(right if result else text)
+
+
 def _of_part(text: str, max_chars: int) -> str | None:
     return _boxed(text, max_chars) or concluded(text)
 
@@ -93,6 +102,6 @@ _EXTRACTORS: dict[str, Callable[[str, int], str | None]] = {
     "boxed": _boxed,
     "hash": _hash,
     "answer": _answer,
-    "last_number": lambda text, max_chars: last_number(text[-_LINE_CHARS:]),
+    "last_number": _last_number,
 }
 _AUTO = (_tag, _boxed, _hash, _answer, lambda text, max_chars: concluded(text))

@@ -1,5 +1,7 @@
 """Where the final answer stands in what a model wrote."""
 
+import itertools
+import operator
 import re
 
 import pytest
@@ -95,6 +97,13 @@ def test_the_last_announced_answer_counts(text, answer):
         ("one of 3,4", "3,4"),
         ("4 hours ago", "4 hours ago"),
         ("it was 1,000.99m\u00b2", "1,000.99 m\u00b2"),
+        ("3 apples + 4 apples = 7 apples", "7 apples"),
+        ("So x = 5.", "5"),
+        ("2x = 18", None),
+        ("y = 3 + x", None),
+        ("18 = 9 * 2", None),
+        ("x != 5", None),
+        ("0 <= 5", None),
         ("none", None),
         ("from 5-3", None),
         ("AZYUK2A", None),
@@ -194,6 +203,16 @@ def test_the_last_closed_tag_counts(text, answer):
 )
 def test_what_the_last_sentences_conclude_with_is_the_answer(text, answer):
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize("extraction", ["auto", "last_number"])
+@pytest.mark.parametrize("operation", [operator.add, operator.sub, operator.mul])
+def test_result_of_arithmetic_is_read(extraction, operation):
+    sign = {operator.add: "+", operator.sub: "-", operator.mul: "*"}[operation]
+    for first, second in itertools.product(range(0, 21, 4), repeat=2):
+        result = str(operation(first, second))
+        for text in (f"{first} {sign} {second} = {result}.", f"The answer is {first}{sign}{second}={result}"):
+            assert final_answer(text, extraction) == result, text
 
 
 @pytest.mark.parametrize("table", ["BEFORE", "AFTER"])
