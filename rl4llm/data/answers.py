@@ -263,13 +263,15 @@ def answer_of(where: str, row: Mapping[str, Any], column: str, *, alone: bool = 
     An answer that is `alone`, without a prompt in another column, may be a dialogue in one string. The column `answers` of
     a row with tools holds calls: a list of ``{"name": ..., "arguments": ...}``, or its JSON text.
     """
-    value = value_at(row, column) if has_column(row, column) else None
-    if value is None:
+    if not has_column(row, column):
         raise DataError(
             f"{where}: the column {column!r} is missing. The row has: {', '.join(map(str, row))}. "
             "Next: rename the column, or choose an algorithm.name that learns from other columns."
         )
-    if column == _CALLS and row.get(TOOLS):
+    value = value_at(row, column)
+    if value is None:
+        messages = []
+    elif column == _CALLS and row.get(TOOLS):
         messages = conversation(where, column, [{"role": "assistant", "content": "", "tool_calls": value}])
     elif isinstance(value, str):
         messages = (_dialogue(value) if alone else []) or [ChatMessage("assistant", value)]

@@ -289,7 +289,8 @@ class RowReader:
 
     def prompt(self, where: str, row: Mapping[str, Any], column: str) -> Messages:
         """Return the messages of a column, or its text as the user's message, inside `prompt_template`."""
-        prompt = _column(where, row, "data.prompt_column", column)
+        if (prompt := _column(where, row, "data.prompt_column", column)) is None:
+            return [ChatMessage("user", "")]
         if isinstance(prompt, list | tuple) or (column == "messages" and self.prompt_column is None):
             if self.prompt_template is not None:
                 raise ConfigError(
@@ -393,8 +394,7 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from _texts(list(value.keys()))
-        yield from _texts(list(value.values()))
+        yield from _texts([*value.keys(), *value.values()])
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)

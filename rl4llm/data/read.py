@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,9 @@ def _is_lines(text: str) -> bool:
 
 def _csv(path: Path, split: str) -> Iterator[Located]:
     reader = csv.DictReader(io.StringIO(_whole(path), newline=""), restkey="", strict=True)
+    where = f"{path}:1"
     try:
+        _check_header(reader.fieldnames or (), where)
         for row in reader:
             where = f"{path}:{reader.line_num}"
             if "" in row or None in row.values():
@@ -211,11 +214,25 @@ def _csv(path: Path, split: str) -> Iterator[Located]:
                 )
             yield where, {column: _cell(text) for column, text in row.items()}
     except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: not valid CSV: {error}.") from error
+        raise DataError(f"{path}: not valid CSV after the row at {where}: {error}.") from error
+
+
+def _check_header(names: Sequence[str], where: str) -> None:
+    """Raise DataError for columns with one name, and for a file whose separator is not a comma."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(f"{where}: two columns have the name {twice[0]!r}. Rename or remove one of them.")
+    found = re.search(r"[;\t|]", names[0]) if len(names) == 1 else None
+    if found:
+        raise DataError(
+            f"{where}: the one column {names[0]!r:.80} looks like several. Separate columns by commas, not by {found[0]!r}."
+        )
 
 
 def _cell(text: str) -> Any:
-    """Return the messages in a cell, which JSON or Python wrote; any other text stays as it is."""
+    """Return the messages in a cell, which JSON or Python wrote, and None for an empty cell; other text stays as it is."""
+    if not text:
+        return None
     if not re.match(r"\s*\[\s*\{", text):
         return text
     for read in (json.loads, ast.literal_eval):
@@ -277,17 +294,25 @@ def _decode(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        lines = data.count(b"\n", 0, error.start)
-        line = f", {lines} lines further on," if lines else ""
+        lines, begins = data.count(b"\n", 0, error.start), data.rfind(b"\n", 0, error.start) + 1
+        place = f"{where}:{lines + 1}" if lines else where
+        encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
         raise DataError(
-            f"{where}: byte {error.start}{line} (0x{data[error.start]:02x}) is not UTF-8. Next step: convert the file, "
-            "for example with iconv -f latin1 -t utf-8."
+            f"{place}: byte {error.start - begins} (0x{data[error.start]:02x}) is not UTF-8. Next step: convert the "
+            f"file, for example with iconv -f {encoding} -t utf-8."
         ) from error
 
 
 def _parse(text: str, where: str) -> Any:
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise DataError(f"{where}: an object has the key {twice!r} twice. Rename or remove one of them.")
+        return found
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=mapping)
     except json.JSONDecodeError as error:
         place = where if error.lineno == 1 else f"{where}:{error.lineno}"
         raise DataError(

@@ -13,7 +13,7 @@ import datasets
 import pytest
 
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
-from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.errors import BadRowError, ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.load import load_rows
 from rl4llm.data.read import has_splits
@@ -369,8 +369,12 @@ def test_other_files_report_the_place_too(tmp_path):
         load_rows(write(tmp_path / "a.csv", "question,answer", "x,y", "x"), **COLUMNS)
     with pytest.raises(DataError, match=r"b\.csv:2: the row does not have"):
         load_rows(write(tmp_path / "b.csv", "question,answer", "x,y,z"), **COLUMNS)
-    with pytest.raises(DataError, match=r"c\.csv: byte 19, 1 lines further on, .*UTF-8"):
+    with pytest.raises(DataError, match=r"c\.csv:2: byte 3 .*UTF-8.*latin1"):
         load_rows(write(tmp_path / "c.csv", "question,answer", b"caf\xe9,y"), **COLUMNS)
+    with pytest.raises(DataError, match=r"d\.csv: byte 0 .*iconv -f utf-16"):
+        load_rows(write(tmp_path / "d.csv", "question,answer\nx,y".encode("utf-16")), **COLUMNS)
+    with pytest.raises(DataError, match=r"e\.csv: not valid CSV after the row at .*e\.csv:2"):
+        load_rows(write(tmp_path / "e.csv", "question,answer", "x,y", '"x,y', "x,y"), **COLUMNS)
     with pytest.raises(DataError, match="not a valid Parquet file"):
         load_rows(write(tmp_path / "a.parquet", "x"), **COLUMNS)
     with pytest.raises(DataError, match="cannot be read after"):
@@ -379,6 +383,50 @@ def test_other_files_report_the_place_too(tmp_path):
         load_rows(write(tmp_path / "b.jsonl.gz", GOOD), **COLUMNS)
     with pytest.raises(DataError, match="this file type"):
         load_rows(write(tmp_path / "a.txt", GOOD), **COLUMNS)
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_csv_with_another_separator_is_refused(tmp_path, separator):
+    lines = [separator.join(line) for line in (("question", "answer"), ("x", "y"))]
+    with pytest.raises(DataError, match=r"a\.csv:1: .*by commas, not by"):
+        load_rows(write(tmp_path / "a.csv", *lines), **COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.csv", ["question,answer,answer", "x,y,z"]),
+        ("a.jsonl", ['{"question": "x", "answer": "y", "answer": "z"}']),
+        ("a.json", ['[{"question": "x", "answer": "y", "more": {"answer": "y", "answer": "z"}}]']),
+    ],
+)
+def test_a_name_that_a_row_has_twice_is_refused(tmp_path, name, lines):
+    with pytest.raises(DataError, match=r"'answer'.*Rename or remove one of them"):
+        load_rows(write(tmp_path / name, *lines), **COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.csv", ["question,answer", "x,", ",y", "x,y"]),
+        (
+            "a.jsonl",
+            [
+                '{"question": "x", "answer": null}',
+                '{"question": null, "answer": "y"}',
+                json.dumps({"question": "x", "answer": "y"}),
+            ],
+        ),
+    ],
+)
+def test_an_empty_cell_is_a_null(tmp_path, name, lines):
+    path = write(tmp_path / name, *lines)
+    rows = load_rows(path, bad_rows="skip", **COLUMNS)
+    assert [row["ground_truth"] for row in rows] == [None, "y"]
+    with pytest.raises(BadRowError, match="the prompt is empty"):
+        load_rows(path, **COLUMNS)
+    with pytest.raises(BadRowError, match="answer is empty"):
+        load_rows(path, learns_from="demonstrations", **COLUMNS)
 
 
 def test_a_missing_path_names_its_neighbour(tmp_path):
