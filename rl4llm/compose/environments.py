@@ -149,8 +149,8 @@ def _demand_ground_truth(rows: Any, rewards: Sequence[BaseRewardFunction]) -> No
             others = ", ".join(name for name in row if name not in ("prompt_id", "messages", "ground_truth"))
             raise DataError(
                 f"{place(rows, number)} has no ground truth, with which the reward {needing.name!r} compares answers. Next: "
-                f"set data.answer_column to its column (the row has: {others or 'no other column'}), or use rewards that "
-                "need none; the class of such a reward sets needs_ground_truth = False."
+                f"fill it in, set data.answer_column to its column (the row has: {others or 'no other column'}), or use "
+                "rewards that need none; the class of such a reward sets needs_ground_truth = False."
             )
 
 

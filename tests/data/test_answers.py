@@ -90,7 +90,7 @@ def test_a_pairs_prompt_gets_system_prompt_and_template():
     [
         ({"prompt": "p", "chosen": "a"}, "the column 'rejected' is missing. The row has: prompt, chosen"),
         ({"prompt": "p", "rejected": "a"}, "the column 'chosen' is missing"),
-        ({"prompt": "p", "chosen": "a", "rejected": None}, "the column 'rejected' is missing"),
+        ({"prompt": "p", "chosen": "a", "rejected": None}, "rejected is empty. Fill it in"),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen and rejected are identical"),
         ({"prompt": "p", "chosen": "a", "rejected": " "}, "rejected is empty"),
         ({"prompt": "p", "chosen": "a", "rejected": []}, "rejected is empty"),

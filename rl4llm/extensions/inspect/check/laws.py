@@ -26,8 +26,12 @@ from rl4llm.trainers.rl import RLTrainer
 
 ROWS, SAMPLES, MOST_TOKENS = 2, 4, 64
 """The number of prompts, the samples per prompt, and the maximum tokens per turn."""
-ALIKE = {"float32": 1e-4, "bfloat16": 5e-2}
-"""Accepted difference of two gradients, relative to the norms of their parts, by the dtype of the computation."""
+ALIKE = {"float32": 1e-4, "bfloat16": 0.25}
+"""Accepted difference of two gradients, relative to the norms of their parts, by the dtype of the computation.
+
+In bfloat16 the gradients of good and bad samples cancel out and their rounding errors do not: a pretrained model of 135M
+parameters had 0.03 to 0.11, and 0.45 to 0.56 with a loss that is a mean over its micro-batch.
+"""
 ATTEMPTS = 6
 
 
@@ -306,8 +310,8 @@ def loss(bench: Bench) -> str:
     accepted = ALIKE[bench.setup.machine.computed]
     if not apart <= accepted:
         raise RL4LLMError(
-            f"{text}, more than {accepted:g}. Next: have token_losses return one loss per token, without any "
-            "mean or sum over the batch."
+            f"{text}, more than {accepted:g}. Next: have token_losses of algorithm.name={bench.config.algorithm['name']} "
+            "return one loss per token, without any mean or sum over the batch."
         )
     return text
 

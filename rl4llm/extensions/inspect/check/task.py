@@ -16,7 +16,7 @@ from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.inspect.check.bench import Bench
 from rl4llm.extensions.inspect.check.times import play, seconds, span, train
-from rl4llm.tracking.summary import QUOTED_CHARS, last_words, summarize, unread
+from rl4llm.tracking.summary import QUOTED_CHARS, TRUNCATED, last_words, summarize, unread
 from rl4llm.trainers.rl import RLTrainer
 
 MANY, FEW, MOST = 0.2, 0.05, 0.95
@@ -137,7 +137,11 @@ def _examined(trainer: RLTrainer, config: Config, prompts: int) -> TaskReport:
             for size in (trainer.rollout.group_size // 2, trainer.rollout.group_size * 2)
             if size > 1 and trainer.rollout.group_size > 1
         },
-        advice=list(_advice(trainer, config, metrics, no_answer)),
+        advice=[
+            *_of_tools(metrics),
+            *_of_length(trainer, config, members),
+            *_advice(trainer, config, metrics, no_answer),
+        ],
     )
 
 
@@ -178,15 +182,8 @@ def _refused_calls(members: Sequence[Trajectory]) -> list[str]:
 def _advice(
     trainer: RLTrainer, config: Config, found: Mapping[str, float], no_answer: float
 ) -> Iterator[str]:
-    """Yield what to change, the most important first."""
+    """Yield what to change in the prompts and the groups, the most important first."""
     success, equal = found.get("accuracy"), found.get("groups/zero_spread", 0.0)
-    truncated = found.get("truncated", 0.0)
-    yield from _of_tools(found)
-    if truncated >= MANY:
-        yield (
-            f"{truncated:.0%} of the episodes are cut off. Raise rollout.max_tokens={config.rollout.max_tokens}, or ask for "
-            "shorter answers."
-        )
     if no_answer >= MANY:
         key = "the environment's prompts (env.system_prompt, if it has this option)"
         key = key if config.data.path is None else "data.system_prompt"
@@ -207,6 +204,19 @@ def _advice(
             f"Only {1 - equal:.0%} of the groups teach something. Raise rollout.group_size={config.rollout.group_size}, or "
             "use prompts that the model solves sometimes (curriculum, or algorithm.name=dapo, which draws others)."
         )
+
+
+def _of_length(trainer: RLTrainer, config: Config, members: Sequence[Trajectory]) -> Iterator[str]:
+    cut = [one for one in members if one.stop_reason in TRUNCATED]
+    if len(cut) < MANY * len(members):
+        return
+    context = trainer.inference.client.context_length
+    sizes = [sum(len(span.token_ids) for span in record) for one in cut for record in one.records[-1:]]
+    full = sum(size >= context for size in sizes)
+    key = f"Raise rollout.max_tokens={config.rollout.max_tokens}"
+    if 2 * full > len(cut):
+        key = f"They fill the model's context of {context} tokens. Shorten the prompts or the descriptions of tools"
+    yield f"{len(cut) / len(members):.0%} of the episodes are cut off. {key}, or ask for shorter answers."
 
 
 def _of_tools(found: Mapping[str, float]) -> Iterator[str]:

@@ -224,10 +224,13 @@ def test_tracker_without_its_package_fails(small, monkeypatch):
     assert failed(results["model"], "tracking.wandb: ", "pip install 'rl4llm[wandb]'")
 
 
-def test_a_loss_that_is_a_mean_of_its_micro_batch_fails(small):
-    config = small({"algorithm.name": "broken_parts:MeanOfMicroBatch"})
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+def test_a_loss_that_is_a_mean_of_its_micro_batch_fails(small, autocast):
+    config = small({"algorithm.name": "broken_parts:MeanOfMicroBatch", "model.autocast": autocast})
     results = {result.name: result for result in check(config)}
-    assert failed(results["loss"], "micro-batches", "token_losses")
+    assert failed(
+        results["loss"], "micro-batches", "token_losses of algorithm.name=broken_parts:MeanOfMicroBatch"
+    )
     assert results["log-probs"].status == "passed"
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl4llm import load_tokenizer
 from rl4llm.cli import main
 from rl4llm.extensions.inspect.check import task as examined
 from rl4llm.extensions.inspect.check import times
@@ -49,6 +50,23 @@ def test_answers_without_the_format_are_quoted(task, tmp_path):
     assert any("boxed" in text and "data.system_prompt" in text for text in report["advice"])
     assert any("Raise rollout.max_tokens=4" in text for text in report["advice"])
     assert not (tmp_path / "runs").exists()
+
+
+def test_episodes_that_fill_the_context_need_shorter_prompts(task, model_dir):
+    context = json.loads((model_dir / "config.json").read_text())["max_position_embeddings"]
+    tokenizer, text = load_tokenizer(model_dir), ""
+    said = [{"role": "user", "content": f"{text} {PROMPTS[0]['prompt']}"}]
+    while (
+        len(tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)) < context - 2
+    ):
+        text += "7"
+        said[0]["content"] = f"{text} {PROMPTS[0]['prompt']}"
+    long = f"data.prompt_template={text} {{prompt}}"
+    report, _ = task("rewards=['taught:odd']", long, "rollout.max_tokens=100")
+    assert report["metrics"]["truncated"] > 0.5
+    advice = " ".join(report["advice"])
+    assert "They fill the model's context" in advice
+    assert "Raise rollout.max_tokens" not in advice
 
 
 def test_a_task_with_gradients_has_times(task):
