@@ -9,7 +9,7 @@ from rl4llm.core.errors import EngineError
 from rl4llm.core.model_memory import EngineLoad, Precision
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.inspect.plan.shape import shape_of
-from rl4llm.inference.embedded import kv_cache
+from rl4llm.inference.embedded import kv_cache, rows
 from rl4llm.inference.embedded.engine import Engine
 from rl4llm.inference.embedded.kv_cache import similar
 from rl4llm.inference.local import LocalClient
@@ -600,6 +600,20 @@ def test_waiting_requests_start_several_at_once(build, tokenizer, path):
     engine.waiting.append(engine.request([5, 9], SAMPLED, ""))
     engine.step()
     assert not engine.waiting  # since it finds a place
+
+
+def test_no_step_on_a_cpu_computes_many_prompts(build, tokenizer, monkeypatch):
+    """Between steps the engine's event loop answers, for example whether the server lives."""
+    engine = Engine(build("qwen2"), tokenizer, 64, None, "fast")
+    monkeypatch.setattr(rows, "STARTED_TOKENS", 60)
+    for prompt in (*([token] * 30 for token in range(5, 11)), *[[11] * 30] * 8):
+        engine.waiting.append(engine.request(prompt, SAMPLED.replace(max_tokens=9), ""))
+    engine.waiting.append(engine.request([12] * 90, SAMPLED, ""))  # starts although it is longer
+    waiting = []
+    while engine.waiting:
+        engine.step()
+        waiting.append(len(engine.waiting))
+    assert waiting == [13, 11, 9, 1, 0]  # the group of eight counts once
 
 
 def test_a_cancelled_request_frees_its_row(make):

@@ -21,7 +21,7 @@ from rl4llm.core.registry import load
 from rl4llm.core.types import Completion, FinishReason, SamplingParams
 from rl4llm.inference.embedded.kv_cache import KVCache, Window
 from rl4llm.inference.embedded.row_tables import PrefixTable, RowTable, shared_prefix
-from rl4llm.inference.embedded.rows import BusyRow, Counters, Decoding, Fill, Newcomer, Request
+from rl4llm.inference.embedded.rows import BusyRow, Counters, Decoding, Fill, Newcomer, Request, startable
 from rl4llm.inference.embedded.stops import (
     CONTINUES,
     STOP_TOKEN,
@@ -32,8 +32,7 @@ from rl4llm.inference.embedded.stops import (
 )
 from rl4llm.inference.paths import Path, choose_decoder, context_limit
 
-# Reading prompts in place must save this many cached tokens to be worth its extra operations.
-SHARE_FROM = 2048
+SHARE_FROM = 2048  # cached tokens that reading prompts in place must save to be worth its extra operations
 LOOKAHEAD = 128  # tokens by which the cache grows at once
 ADMITTED = 16  # waiting requests start when this part of all places is free, unless all of them find one
 SEE, SHOW, NEXT = (f"rl4llm.inference.embedded.images:{name}" for name in ("see", "show", "window_of"))
@@ -260,14 +259,15 @@ class Engine:
         if not self.waiting or free < min(len(self.waiting), max(1, self._max_rows // ADMITTED)):
             return
         self._end_batch()
-        taken, self.waiting = self.waiting[: self._rows.free], self.waiting[self._rows.free :]
+        count = startable(self.waiting[: self._rows.free], self._rows.parked, self.device)
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
         self._prefixes.sweep((*self._rows.active, *self._rows.parked))
         newcomers = [self._newcomer(request) for request in taken]
         self._share([item for item in newcomers if not item.start])
         newcomers.sort(key=lambda item: item.order)
         self._counters.evictions += self._rows.admit([item.row for item in newcomers])
         self._counters.reused_tokens += sum(item.start for item in newcomers)
-        # Rows that cannot read their prefix in place get a copy; rows with an earlier turn already have it.
+        # Rows that cannot read their prefix in place get a copy, if no earlier turn has it.
         apart = [item.row for item in newcomers if item.start and not item.row.base]
         pairs = [(row.prefix, row.slot) for row in apart if row.prefix and not row.cached_ids]
         longest = max((len(prefix.token_ids) for prefix, _ in pairs), default=0)

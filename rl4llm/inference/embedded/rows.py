@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rl4llm.inference.embedded.images import Seen
 
 PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
+STARTED_TOKENS = (
+    1024  # computed at once on a CPU for requests that start, since meanwhile the engine answers nobody
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +159,22 @@ class Newcomer:
         """Return a sort key: empty rows first, by length; then rows of a group together; then sessions by their slot."""
         row = self.row
         return self.start > 0, row.slot, row.prefix.slot if row.prefix else -1, row.cached
+
+
+def startable(requests: Sequence[Request], parked: Sequence[BusyRow], device: torch.device) -> int:
+    """Return how many of these requests start together: on a CPU at least one, and no more than few tokens allow."""
+    if device.type != "cpu":
+        return len(requests)
+    prompts: set[tuple[int, ...]] = set()
+    cached, tokens = {row.session: len(row.cached_ids) for row in parked}, 0
+    for count, request in enumerate(requests):
+        tokens += len(request.token_ids) - len(request.prompt_ids)
+        if request.prompt_ids not in prompts:  # a group's is computed once
+            prompts.add(request.prompt_ids)
+            tokens += max(0, len(request.prompt_ids) - cached.get(request.session, 0))
+        if count and tokens > STARTED_TOKENS:
+            return count
+    return len(requests)
 
 
 @dataclass(slots=True)
