@@ -25,7 +25,7 @@ FLAGS = ("weight", "train", "trainable", "loss_mask", "loss")
 METADATA = frozenset((
     "id", "name", "message_id", "parent_id", "index", "refusal", "annotations", "timestamp", "created", "created_at",
     "date", "language", "lang", "model", "source", "turn", "turn_identifier", "token_count", "finish_reason",
-    "hashed_ip", "country", "state", "header", "redacted", "toxic",
+    "hashed_ip", "country", "state", "header", "redacted", "toxic", "failed", "seconds",
 ))  # fmt: skip
 """Keys that tell something about a message that no model reads."""
 

@@ -201,10 +201,10 @@ def _is_lines(text: str) -> bool:
 
 
 def _csv(path: Path, split: str) -> Iterator[Located]:
-    reader = csv.DictReader(io.StringIO(_whole(path), newline=""), restkey="", strict=True)
-    where = f"{path}:1"
+    text, where = _whole(path), str(path)
+    reader = csv.DictReader(io.StringIO(text, newline=""), restkey="", strict=True)
     try:
-        _check_header(reader.fieldnames or (), where)
+        _check_header(reader.fieldnames or (), text, where)
         for row in reader:
             where = f"{path}:{reader.line_num}"
             if "" in row or None in row.values():
@@ -214,18 +214,19 @@ def _csv(path: Path, split: str) -> Iterator[Located]:
                 )
             yield where, {column: _cell(text) for column, text in row.items()}
     except csv.Error as error:
-        raise DataError(f"{path}: not valid CSV after the row at {where}: {error}.") from error
+        after = f" after the row at {where}" if where != str(path) else ""
+        raise DataError(f"{path}: not valid CSV{after}: {error}.") from error
 
 
-def _check_header(names: Sequence[str], where: str) -> None:
+def _check_header(names: Sequence[str], text: str, where: str) -> None:
     """Raise DataError for columns with one name, and for a file whose separator is not a comma."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise DataError(f"{where}: two columns have the name {twice[0]!r}. Rename or remove one of them.")
+        raise DataError(f"{where}:1: two columns have the name {twice[0]!r}. Rename or remove one of them.")
     found = re.search(r"[;\t|]", names[0]) if len(names) == 1 else None
-    if found:
+    if found and all(found[0] in line for line in text.splitlines()[:3]):
         raise DataError(
-            f"{where}: the one column {names[0]!r:.80} looks like several. Separate columns by commas, not by {found[0]!r}."
+            f"{where}:1: the one column {names[0]!r:.80} looks like several. Separate columns by commas, not {found[0]!r}."
         )
 
 

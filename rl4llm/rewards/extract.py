@@ -90,7 +90,7 @@ def _last_number(text: str, max_chars: int) -> str | None:
     text = text[-_LINE_CHARS:]
     left, equals, right = text.rpartition("=")
     result = equals and left[-1:] not in tuple("<>!=:") and not is_equation(left[-_SIDE_CHARS:])
-    return last_number(right if result else text)
+    return (last_number(right) if result else None) or last_number(text)
 
 
 def _of_part(text: str, max_chars: int) -> str | None:

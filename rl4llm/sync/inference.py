@@ -80,6 +80,8 @@ class Inference:
             with clock("verify"):
                 self.run(self.canary.compare(expected_BT, self.client, weight_ref))
         self.ranks.wait()
+        if self.canary and not self.client.in_process:
+            self.canary.apart = self.ranks.share(self.canary.apart)
 
     def metrics(self) -> dict[str, float]:
         """Return those of the client, and how far the engines were from the trainer after the last publish."""

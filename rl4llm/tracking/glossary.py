@@ -100,7 +100,7 @@ mismatch/mean | Mean absolute difference between the log-probs of engine and tra
 mismatch/max | Largest absolute difference between the log-probs of engine and trainer. | nats | not growing
 mismatch/k3 | Estimate of the KL divergence between engine and trainer with k3. | nats | near 0
 mismatch/newest | Share of tokens from the newest weights, which alone are measured. | share | above 0
-mismatch/canary | Mean difference of their log-probs of the canary's tokens, after each publish. | nats | as `mismatch/mean`
+mismatch/canary | Mean difference of their log-probs of the canary's tokens, after each publish. | nats | not growing
 mismatch/ess | Effective sample size of the importance weights between engine and trainer. | share | near 1
 staleness | Mean age of the tokens that train. | versions | up to the bound
 staleness/max | Age of the oldest token that trains. | versions | up to the bound

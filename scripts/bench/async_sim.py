@@ -10,7 +10,8 @@ publish stops the servers for --publish-s, and then for --prefill-s for each tok
 included (0 with a kept cache). It prints seconds per step, and the shares of their time that trainer and servers wait.
 
 With --run, the steps that count (after --warm-up, up to --steps) give the times, and episodes have the lengths of those of
-the run. --shared is how much longer the updates of the same steps took in the run of --beside, whose server was busy too:
+the run. --shared is how much longer the updates of the same steps took in the run of --beside, whose server was busy too,
+and --publish-busy-s how long its publishes took:
 
     python scripts/bench/staleness.py --staleness 0 1 4 --steps 5 --pairs 1 --output RUNS
     python scripts/bench/async_sim.py --run RUNS/0-0 --beside RUNS/0-4 --steps 10 --warm-up 5 --staleness 0 1 4
@@ -201,7 +202,8 @@ def simulate(
         for paused in (True, False):
             for server in fleet.servers:
                 server.pause(paused)
-            clock.run(asyncio.sleep(options.publish_s * paused))
+            publish_s = options.publish_busy_s if bound else options.publish_s
+            clock.run(asyncio.sleep(publish_s * paused))
     total = clock.now - began_s
     clock.close()
     busy = (sum(server.busy_s for server in fleet.servers) - busy_s) / servers
@@ -241,25 +243,29 @@ def of_run(directory: Path, options: argparse.Namespace) -> Lengths:
     took = [row["time/rollout"] for row in rows[counted]]
     causes = [[max(step) for step in steps[counted]], [sum(step) / servers for step in steps[counted]]]
     options.base_s, options.row_s = fit(causes, took)
-    publishing = [
-        sum(row.get(f"time/{phase}", 0.0) for phase in ("publish", "verify")) for row in rows[counted]
-    ]
-    options.publish_s = statistics.fmean(publishing)
+    options.publish_s = options.publish_busy_s = publishing(rows[counted])
     options.update_s = statistics.fmean(row["time/step"] - row["time/rollout"] for row in rows[counted])
     options.update_s -= options.publish_s
     if options.beside:
-        options.shared = slowdown(rows[counted], read_jsonl(options.beside / "metrics.jsonl"))
+        busy = [row for row in read_jsonl(options.beside / "metrics.jsonl") if "time/update" in row]
+        options.shared, options.publish_busy_s = slowdown(rows[counted], busy), publishing(busy[counted])
     print(
         f"fitted to rollouts of {statistics.fmean(took):.2f} s: --base-s={options.base_s:.3g} --row-s={options.row_s:.3g} "
-        f"--update-s={options.update_s:.3g} --publish-s={options.publish_s:.3g} --shared={options.shared:.3g}"
+        f"--update-s={options.update_s:.3g} --publish-s={options.publish_s:.3g} "
+        f"--publish-busy-s={options.publish_busy_s:.3g} --shared={options.shared:.3g}"
     )
     lengths = [length for step in steps for length in step]
     return lambda: itertools.cycle(lengths).__next__
 
 
+def publishing(rows: Sequence[dict[str, Any]]) -> float:
+    """Return the mean seconds from the end of an update until episodes go on."""
+    return statistics.fmean(row.get("time/publish", 0.0) + row.get("time/verify", 0.0) for row in rows)
+
+
 def slowdown(alone: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> float:
     """Return how many times as long the updates of the same steps took in another run, at least 1."""
-    both = {row["step"]: row["time/update"] for row in beside if "time/update" in row}
+    both = {row["step"]: row["time/update"] for row in beside}
     pairs = [(row["time/update"], both[row["step"]]) for row in alone if row["step"] in both]
     return max(1.0, sum(other for _, other in pairs) / sum(own for own, _ in pairs))
 
@@ -297,11 +303,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--update-s", type=float, default=8.0)
     parser.add_argument("--shared", type=float, default=1.0, help="1 where trainer and servers share nothing")
     parser.add_argument("--publish-s", type=float, default=0.5)
+    parser.add_argument("--publish-busy-s", type=float, help="with a bound above 0 (default: as --publish-s)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-up", type=int, default=5, help="first steps that do not count")
     parser.add_argument("--run", type=Path, help="a run with rollout.max_staleness=0")
-    parser.add_argument("--beside", type=Path, help="the same with a greater one, to measure --shared")
-    return parser.parse_args()
+    parser.add_argument(
+        "--beside", type=Path, help="the same with a greater one, to measure what busy servers cost"
+    )
+    options = parser.parse_args()
+    if options.publish_busy_s is None:
+        options.publish_busy_s = options.publish_s
+    return options
 
 
 def main() -> None:

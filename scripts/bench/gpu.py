@@ -112,7 +112,7 @@ class Driver:
                 for name in self._started:
                     self._kill(name)
         seconds = time.monotonic() - self._begun
-        write(self._out, "all", "end", seconds=seconds, failed=self._failed, findings=self._out)
+        write(self._out, "all", "end", seconds=seconds, failed=self._failed)
         return not self._failed and not self.stopped
 
     def _collect(self) -> None:

@@ -388,7 +388,7 @@ def test_other_files_report_the_place_too(tmp_path):
 @pytest.mark.parametrize("separator", [";", "\t", "|"])
 def test_csv_with_another_separator_is_refused(tmp_path, separator):
     lines = [separator.join(line) for line in (("question", "answer"), ("x", "y"))]
-    with pytest.raises(DataError, match=r"a\.csv:1: .*by commas, not by"):
+    with pytest.raises(DataError, match=r"a\.csv:1: .*by commas, not"):
         load_rows(write(tmp_path / "a.csv", *lines), **COLUMNS)
 
 

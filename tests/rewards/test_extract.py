@@ -99,6 +99,8 @@ def test_the_last_announced_answer_counts(text, answer):
         ("it was 1,000.99m\u00b2", "1,000.99 m\u00b2"),
         ("3 apples + 4 apples = 7 apples", "7 apples"),
         ("So x = 5.", "5"),
+        ("18 apples, with a = b", "18 apples"),
+        ("I found 18. Result = correct", "18"),
         ("2x = 18", None),
         ("y = 3 + x", None),
         ("18 = 9 * 2", None),

@@ -162,17 +162,18 @@ class Newcomer:
 
 
 def startable(requests: Sequence[Request], parked: Sequence[BusyRow], device: torch.device) -> int:
-    """Return how many of these requests start together: on a CPU at least one, and no more than few tokens allow."""
+    """Return how many of these requests start together: on a CPU as many as have few tokens to compute, but one at least."""
     if device.type != "cpu":
         return len(requests)
     prompts: set[tuple[int, ...]] = set()
     cached, tokens = {row.session: len(row.cached_ids) for row in parked}, 0
     for count, request in enumerate(requests):
-        tokens += len(request.token_ids) - len(request.prompt_ids)
+        added = len(request.token_ids) - len(request.prompt_ids)
         if request.prompt_ids not in prompts:  # a group's is computed once
             prompts.add(request.prompt_ids)
-            tokens += max(0, len(request.prompt_ids) - cached.get(request.session, 0))
-        if count and tokens > STARTED_TOKENS:
+            added += max(0, len(request.prompt_ids) - cached.get(request.session, 0))
+        tokens += added
+        if count and added and tokens > STARTED_TOKENS:
             return count
     return len(requests)
 

@@ -1,11 +1,13 @@
 """Which episodes `collect` writes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import ChatMessage, TokenSpan, Trajectory
+from rl4llm.data.load import load_rows
 from rl4llm.extensions.evaluate.episodes import write_episodes
 
 
@@ -43,6 +45,16 @@ def test_without_a_filter_every_episode_is_written(tmp_path):
     path = tmp_path / "all.jsonl"
     assert write_episodes(PLAYED, path) == (4, 4)
     assert names(path) == [played.prompt_id for played in PLAYED]
+
+
+def test_sft_reads_what_the_tools_of_an_episode_answered(tmp_path):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    path, played = tmp_path / "all.jsonl", episode("tools", 1.0, "2")
+    answers = [ChatMessage("tool", "no b", failed=failed, seconds=0.25) for failed in (True, False)]
+    talk = (ChatMessage("user", "1+1?"), ChatMessage("assistant", "", (call,)), *answers, played.messages[1])
+    write_episodes([replace(played, messages=talk)], path)
+    (row,) = load_rows(path, learns_from="demonstrations")
+    assert [message["content"] for message in row["messages"]] == [message.content for message in talk]
 
 
 def test_nothing_is_written_if_every_good_episode_is_silent(tmp_path):
