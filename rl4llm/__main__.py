@@ -1,5 +1,7 @@
 """The program ``rl4llm``, which ``python -m rl4llm`` also starts."""
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -15,6 +17,7 @@ def program() -> None:
 
     Modules in the working directory can be imported, as with ``python -m``, but installed ones come first.
     """
+    atexit.register(gc.freeze)  # else Python visits all objects of torch and transformers at its end
     with suppress(FileNotFoundError):  # the working directory was deleted
         if not sys.flags.safe_path and os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())

@@ -301,6 +301,15 @@ def test_a_missing_package_gets_one_line_with_what_to_install(package, said, mod
     assert said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
+def test_a_command_ends_without_a_visit_of_all_objects():
+    look = "atexit.register(lambda: print(gc.get_freeze_count() > 0))"  # before the program's, so it runs after it
+    code = f"import atexit, gc; {look}; from rl4llm.__main__ import program; program()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "True"
+
+
 def test_a_gpu_without_memory_gets_one_line_that_names_the_plan(monkeypatch, capsys):
     def full(arguments):
         raise torch.OutOfMemoryError(

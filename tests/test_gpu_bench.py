@@ -27,7 +27,7 @@ def findings(out):
     return {(line["check"], line["what"]): line for line in lines}
 
 
-RUNS = ("learn", "train")  # whole trainings, as other tests have them
+RUNS = ("learn", "train", "images", "stream")  # whole trainings, as other tests have them
 
 
 @pytest.mark.parametrize(
