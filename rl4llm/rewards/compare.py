@@ -35,7 +35,7 @@ _CHOICE = re.compile(r"\(([A-Ja-j])\)(.*)|([A-J])(?:\)(.*)|[.:] (.*)|)", re.ASCI
 _NAME = re.compile(r"((?:[A-Za-z]|\\[a-z]+)(?:_ ?(?:\{\w{1,8}\}|\w))?)=(?![=<>])(.+)", re.ASCII | re.DOTALL)
 _SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and|or)\b|[,;]|\b(?:and|or)\b)\s*")
 _SEMICOLON = re.compile(r"\s*;\s*")
-_AND = re.compile(r"\s*[,;]?\s*(?:\\text\s?\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*")
+_AND = re.compile(r"\s*+(?:[,;]\s*+)?(?:\\text\s?\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d]|,\d)")
 _IN_BASE = re.compile(r"\(?([+-]?\d[0-9A-Z.]*)\)?_\{?(\d{1,3})\}?", re.ASCII)
 _LAST_UNIT = re.compile(

@@ -1,12 +1,15 @@
 """Replies that are made to hurt: every reward that needs no server gives each of them a finite score, and soon."""
 
 import math
+import random
+import signal
 
 import pytest
 
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.types import TokenSpan
 from rl4llm.rewards import as_reward_function
+from rl4llm.rewards.math import MathReward
 from rl4llm.rewards.scoring import score
 
 REWARDS = [
@@ -50,3 +53,33 @@ def test_a_hostile_reply_gets_a_finite_score(reward, name):
     earned = score([sample], [reward]).reward.item()
     assert sample.failure is None and math.isfinite(earned)
     assert earned == 0.0 or reward.name != "math" or "answers" in name
+
+
+PIECES = (
+    "1", "99", "1,000", ".", ",", "-", "+", "e", "^", "**", "!", "%", " " * 60, "\n", "=", "(", ")", "{", "}", "\\frac", "/",
+    "*", "$", "\u00b0", "\u2079", "\u0663", "\u00bd", "of", "thousand", "three", "-three", "cm", "answer is", "'", "_",
+    "and", "x",
+)  # fmt: skip
+FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}.", "so 2 + 3 = {}")
+LIMIT_S = 20  # of processor time, for what takes one
+
+
+@pytest.mark.parametrize("extract", ["auto", "last_number"])
+def test_no_text_keeps_the_reading_of_answers_busy(extract):
+    """A policy at a high temperature writes such texts, and what reads them is in the trainer's process."""
+
+    def stop(number, frame):
+        raise AssertionError(f"Still reading: {text!r}")
+
+    reward, draw = MathReward(extract=extract), random.Random(0)
+    was = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+    try:
+        for _ in range(2000):
+            pieces = draw.sample(PIECES, draw.randint(1, 4))
+            text = draw.choice(FORMS).format("".join(draw.choices(pieces, k=draw.randint(1, 40))))
+            reward._settle(text, "18")
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, was)
+        reward.close()
