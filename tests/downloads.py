@@ -1,14 +1,18 @@
 """Download from PyPI, once, what tests need from outside: a test is skipped, with the reason, if it is not available."""
 
+import hashlib
 import os
 import re
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
+from urllib.parse import urljoin
+from urllib.request import urlopen
 
 import pytest
 
-from rl4llm.extensions.quickstart.package_index import UnavailableError, download
-from rl4llm.extensions.quickstart.pretrained import NAME, once, write_from_index
+from rl4llm.extensions.quickstart.pretrained import NAME, UnavailableError, once, write_from_index
 
 CACHE = Path(os.environ.get("RL4LLM_TEST_CACHE", "~/.cache/rl4llm/tests")).expanduser()
 LLAMA_CPP = "llama_cpp_python-0.3.36.tar.gz"
@@ -33,9 +37,28 @@ def _cached(name, make):
 
 
 def _write_templates(directory):
-    archive = download("llama-cpp-python", LLAMA_CPP, LLAMA_CPP_SHA256, directory)
+    archive = directory / LLAMA_CPP
+    archive.write_bytes(_source_archive())
     with tarfile.open(archive) as files:
         for member in files:
             if re.search(r"/models/templates/[^/]+\.jinja$", member.name):
                 (directory / Path(member.name).name).write_bytes(files.extractfile(member).read())
     archive.unlink()
+
+
+def _source_archive():
+    """Return the bytes of the archive. Not with `pip download`, which would build the package for its metadata."""
+    ask = (sys.executable, "-m", "pip", "config", "get", "global.index-url")
+    known = (
+        os.environ.get("PIP_INDEX_URL") or subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+    )
+    page = f"{known or 'https://pypi.org/simple'}/llama-cpp-python/"
+    try:
+        with urlopen(page, timeout=30) as answer:
+            link = re.search(rf'href="([^"#]+/{LLAMA_CPP})', answer.read().decode())[1]
+        with urlopen(urljoin(page, link), timeout=30) as answer:
+            data = answer.read()
+    except (OSError, TypeError) as error:
+        raise UnavailableError(f"{page}: {error}") from error
+    assert hashlib.sha256(data).hexdigest() == LLAMA_CPP_SHA256
+    return data

