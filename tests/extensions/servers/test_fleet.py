@@ -101,9 +101,7 @@ class Scene:
 def play(base, tokenizer, weights):
     """Run `story(scene)` on a fleet whose servers hold version 1."""
 
-    def run(
-        story, count=2, *, router=False, load=True, retry=NIMBLE, direct=True, deadline_s=600.0, **limits
-    ):
+    def run(story, count=2, *, router=False, load=True, retry=NIMBLE, deadline_s=600.0, **limits):
         def client(url):
             sizes = {"vocab_size": len(tokenizer), "context_length": 128}
             return SGLangClient(url, tokenizer, **sizes, deadline_s=deadline_s, admin_deadline_s=10.0)
@@ -121,7 +119,6 @@ def play(base, tokenizer, weights):
             fleet = FleetClient(
                 members,
                 router=client(front.url) if front else None,
-                direct=direct,
                 retry=retry,
                 limits=FleetLimits(**{**LIMITS, **limits}),
                 warn=lines.append,
@@ -481,19 +478,18 @@ def test_requests_bypass_a_router_while_it_is_down(play, undisturbed):
     play(story, router=True)
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_an_id_that_a_router_sent_twice_is_sent_under_another(play, undisturbed, direct):
+def test_an_id_that_a_router_sent_twice_is_sent_under_another(play, undisturbed):
     async def story(scene):
         for server in scene.servers:
             server.next(
                 "/generate", reset(after=True)
             )  # the router comes back to the first of them, which refuses
         assert_same(await rollout(scene.fleet, prompts=1, group=1), undisturbed)
-        assert scene.router.calls["/generate"] == 3 - direct
+        assert scene.router.calls["/generate"] == 2
         assert any(server.calls["/generate"] > len(server.rids) for server in scene.servers)
         assert len(scene.pool()) == 2
 
-    play(story, router=True, direct=direct)
+    play(story, router=True)
 
 
 def test_what_the_servers_behind_a_router_refuse_is_refused(play):
@@ -518,18 +514,6 @@ def test_a_router_stays_in_use_while_it_is_well(play, undisturbed):
     play(story, router=True)
 
 
-def test_without_the_direct_way_requests_wait_for_the_router(play, undisturbed):
-    async def story(scene):
-        await scene.router.stop()
-        playing = asyncio.create_task(rollout(scene.fleet, prompts=1))
-        await scene.until(lambda: any("No server can serve" in line for line in scene.lines))
-        assert scene.total == 0
-        await scene.router.start()
-        assert_same(await playing, undisturbed)
-
-    play(story, router=True, direct=False)
-
-
 def test_a_stale_server_behind_a_router_cannot_slip_in_a_sample(play, undisturbed):
     async def story(scene):
         stale, _ = scene.servers
@@ -552,7 +536,7 @@ def test_damaged_weights_behind_a_router_are_reloaded(play, undisturbed):
         assert scene.fleet.metrics()["fleet/left"] == 1
 
     retry = Retry(attempts=30, first_wait_s=0.01, longest_wait_s=0.05)
-    play(story, router=True, direct=False, check_every_s=1000.0, retry=retry)
+    play(story, router=True, check_every_s=1000.0, retry=retry)
 
 
 def test_a_restart_with_other_weights_gives_no_sample(play, undisturbed):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.images import ImagePlace
-from rl4llm.core.schema import checked
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
 from rl4llm.extensions.servers.clients.server import (
@@ -31,7 +30,6 @@ from rl4llm.extensions.servers.clients.vllm_images import (
 from rl4llm.inference.embedded.stops import StopRules
 from rl4llm.runtime.seeds import derive_seed
 
-NAMES = ("cmpl-{}-0", "generate-tokens-{}")  # which the server gives requests, without images and with them
 FLOOR = -9999.0  # what vLLM writes where a log-prob is NaN or -inf, since JSON has neither
 PIECES = 32  # of a turn, at most; each publish ends one
 LEAST_TEMPERATURE = 0.01  # below it, vLLM samples at this temperature, with no more than a line in its log
@@ -58,7 +56,6 @@ class VLLMClient(AdaptingClient):
 
     Args:
         model: the name of the model on the server; by default the server is asked.
-        sleep_level: 1 keeps a copy of the weights in main memory, 2 discards them, so a load must follow `wake`.
     """
 
     takes_images = True
@@ -70,22 +67,10 @@ class VLLMClient(AdaptingClient):
     UNSEEN = "seen from the server"  # in the worker extension's message
     SAYS_VERSIONS = False  # the server's workers are asked, before and after each request
 
-    @checked("inference")
-    def __init__(
-        self,
-        base_url: str,
-        tokenizer: Any,
-        *,
-        model: str | None = None,
-        sleep_level: Literal[1, 2] = 1,
-        **options: Any,
-    ):
+    def __init__(self, base_url: str, tokenizer: Any, *, model: str | None = None, **options: Any):
         super().__init__(base_url, tokenizer, **options)
         self._model = model
-        self._sleep_level = sleep_level
         self._checked_context = False
-        self._running: set[str] = set()
-        self._aborted: set[str] = set()
         self._rendered = RenderedImages(self.http.post, str(self))
         self._reads = FreshReads(lambda: self._ask_workers("rl4llm_state", deadline_s=30))
 
@@ -100,12 +85,12 @@ class VLLMClient(AdaptingClient):
             name = request_id
             if number:
                 left, name = left.replace(seed=derive_seed(params.seed, number)), f"{request_id}/{number}"
-            piece, given_up = await self._sample([*prompt_ids, *turn.token_ids], left, name, images)
+            piece = await self._sample([*prompt_ids, *turn.token_ids], left, name, images)
             self._check_sampled(piece, name)
             turn = joined(turn, piece)
             if (end := self._split_stop(turn.token_ids, start, params)) is not None:
                 return cut(turn, end)
-            if given_up or turn.finish_reason != "abort":
+            if turn.finish_reason != "abort":
                 return turn
             if len(turn.token_ids) == params.max_tokens:
                 return replace(turn, finish_reason="length")
@@ -139,15 +124,6 @@ class VLLMClient(AdaptingClient):
     async def lacks_weights(self) -> bool:
         return "weights" in (await self.retry.run(lambda _: self._reads.get())).asleep
 
-    async def abort(self, request_id: str = "") -> None:
-        """End one request, or all of this client without an id; they return their tokens with the finish reason "abort"."""
-        ids = [request_id] if request_id else sorted(self._running)
-        self._aborted.update(self._running.intersection(ids))
-        if ids:
-            await self.admin(
-                "/abort_requests", {"request_ids": [form.format(name) for name in ids for form in NAMES]}
-            )
-
     async def flush(self) -> None:
         """Forget the prefix cache; raise EngineError while requests use it."""
         answer = await self._again_if_needed("/reset_prefix_cache")
@@ -157,27 +133,14 @@ class VLLMClient(AdaptingClient):
             )
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Free device memory, after running requests have ended."""
-        if set(tags) == {"kv_cache"}:
-            await self._note(tags)
-            await self.admin("/release_kv_cache_memory")
-            return
-        if set(tags) != {"weights", "kv_cache"}:
-            raise EngineError(
-                f"VLLMClient.sleep: tags={list(tags)} is not accepted. Accepted: weights with kv_cache, or kv_cache."
-            )
-        if self._sleep_level == 2 and self.adapter is not None:
-            raise EngineError(
-                "VLLMClient.sleep: level 2 discards the model under the adapter. Set sleep_level=1."
-            )
-        held = await self._ask_workers("rl4llm_forget" if self._sleep_level == 2 else "rl4llm_state")
-        if not held.can_sleep:
+        """Free device memory, after running requests have ended; vLLM keeps a copy of the weights in main memory."""
+        if not (await self._reads.get()).can_sleep:
             raise ConfigError(
                 f"inference.cohost=true needs a server that can free its memory, and {self.base_url} was started without "
                 "--enable-sleep-mode. Start it with that flag."
             )
         await self._note(tags)
-        await self.admin(f"/sleep?level={self._sleep_level}&mode=wait")
+        await self.admin("/sleep?level=1&mode=wait")
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Allocate device memory again, in one call or in several; requests wait until all of it is back."""
@@ -188,31 +151,20 @@ class VLLMClient(AdaptingClient):
         """Have the workers keep what sleeps: vLLM reports a paused server as sleeping too. It survives this trainer."""
         await self._ask_workers("rl4llm_note", ",".join(sorted(asleep)))
 
-    async def is_sleeping(self) -> bool:
-        """Return whether requests would wait, because of `sleep` or `pause`."""
-        answer = await self.http.get("/is_sleeping", deadline_s=30)
-        return bool(field(answer, "is_sleeping", "/is_sleeping"))
-
     async def health(self) -> dict[str, Any]:
         await self.http.get("/health", deadline_s=30)
-        held = await self._reads.get()
-        return {
-            "version": await self.version(),
-            "model": self.adapter or await self._served_model(),
-            "logprobs_mode": held.logprobs_mode,
-            "sleeping": await self.is_sleeping(),
-        }
+        return {"version": await self.version(), "model": self.adapter or await self._served_model()}
 
     async def _sample(
         self, prompt_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[ImagePlace]
-    ) -> tuple[Sampled, bool]:
-        """Return what one request sampled, and whether this client aborted it."""
+    ) -> Sampled:
+        """Return what one request sampled."""
         before = await self._reads.get()
         check_convention(before.logprobs_mode, params)
         async with self.using_adapter() as adapter:
             self._check_base(before, adapter)
             body = {"request_id": request_id, "logprobs": 0, "return_token_ids": True, **_sampling(params)}
-            answer, given_up = await self._post_completion(prompt_ids, images, body, before, adapter)
+            answer = await self._post_completion(prompt_ids, images, body, before, adapter)
         sampled = _sampled(
             answer, request_id, before.version if adapter is None else adapter_version(adapter)
         )
@@ -222,7 +174,7 @@ class VLLMClient(AdaptingClient):
         ended_by_load = sampled.finish_reason == "abort" and after.replaced == before.ids
         if after.ids != before.ids and not ended_by_load:
             raise UnreachableError(f"{self.base_url} changed its weights during request {request_id}.")
-        return sampled, given_up
+        return sampled
 
     def _split_stop(self, token_ids: Sequence[int], start: int, params: SamplingParams) -> int | None:
         """Return where a stop string ends that begins before token `start`, which the server got as prompt from there on."""
@@ -239,23 +191,14 @@ class VLLMClient(AdaptingClient):
         body: dict[str, Any],
         held: HeldVersions,
         adapter: str | None,
-    ) -> tuple[Any, bool]:
-        """Return the answer, and whether this client aborted the request."""
-        request_id = body["request_id"]
-        self._running.add(request_id)
-        try:
-            model = await self._served_model()
-            if self.vision is None or not images:
-                body = {"model": adapter or model, "prompt": token_ids, **body}
-                answer = await self.post_with(adapter, "/v1/completions", body)
-            else:
-                features = await self._rendered.features(self.vision, images, model, "/".join(held.ids))
-                body = with_features(body, adapter or model, token_ids, features)
-                answer = as_completion(await self.post_with(adapter, GENERATE, body), token_ids, str(self))
-            return answer, request_id in self._aborted
-        finally:
-            self._running.discard(request_id)
-            self._aborted.discard(request_id)
+    ) -> Any:
+        model = await self._served_model()
+        if self.vision is None or not images:
+            body = {"model": adapter or model, "prompt": token_ids, **body}
+            return await self.post_with(adapter, "/v1/completions", body)
+        features = await self._rendered.features(self.vision, images, model, "/".join(held.ids))
+        body = with_features(body, adapter or model, token_ids, features)
+        return as_completion(await self.post_with(adapter, GENERATE, body), token_ids, str(self))
 
     async def score_once(
         self, token_ids: list[int], request_id: str, images: Sequence[ImagePlace]
@@ -264,9 +207,8 @@ class VLLMClient(AdaptingClient):
         check_convention(held.logprobs_mode, SamplingParams())
         self._check_base(held, self.adapter)
         body = {"request_id": request_id, "return_token_ids": True, "max_tokens": 1, "temperature": 1.0}
-        answer, _ = await self._post_completion(
-            token_ids, images, {**body, "prompt_logprobs": 0}, held, self.adapter
-        )
+        body["prompt_logprobs"] = 0
+        answer = await self._post_completion(token_ids, images, body, held, self.adapter)
         rows = field(_choice(answer, request_id), "prompt_logprobs", request_id)
         if not isinstance(rows, list) or len(rows) != len(token_ids):
             raise UnreachableError(f"{self.base_url} did not score all of {len(token_ids)} tokens.")

@@ -51,8 +51,8 @@ class FleetClient(BaseClient):
 
     Args:
         members: one client for each server.
-        router: a client of a router in front of them. Requests then go through it, weights still to each server.
-        direct: whether requests go directly to the servers while the router is down.
+        router: a client of a router in front of them. Requests then go through it while it works, weights still to each
+            server.
         retry: how often a request is tried, and how long it waits after all servers were tried.
         limits: when a server leaves the pool, and how long to wait while the pool is empty.
         warn: gets a message when a server leaves or comes back, and while the pool is empty.
@@ -63,7 +63,6 @@ class FleetClient(BaseClient):
         members: Sequence[ServerClient],
         *,
         router: ServerClient | None = None,
-        direct: bool = True,
         retry: Retry | None = None,
         limits: FleetLimits | None = None,
         warn: Callable[[str], None] = logger.warning,
@@ -85,7 +84,6 @@ class FleetClient(BaseClient):
             client.together = members[0].together
         self._servers = [Member(client) for client in members]
         self._router = Member(router) if router else None
-        self._direct = direct or router is None
         self._retry = retry or Retry()
         self._limits = limits or FleetLimits()
         self._upkeep = Upkeep(self._servers, self._router, self._limits, warn)
@@ -212,9 +210,7 @@ class FleetClient(BaseClient):
 
     def _ways(self) -> list[Member]:
         """Return where requests may go now: through the router while it works."""
-        if self._router and self._router.up:
-            return [self._router, *(self._upkeep.serving() if self._direct else ())]
-        return self._upkeep.serving() if self._direct else []
+        return [*([self._router] if self._router and self._router.up else ()), *self._upkeep.serving()]
 
     async def _deliver(self, trip: Trip, ask: Callable[[Member], Coroutine[Any, Any, T]]) -> T:
         """Return the first result; after a failure, try other servers before the same one again."""

@@ -66,11 +66,6 @@ class WeightsExtension:
         self.rl4llm_version = int(version)  # the same id: nothing samples before the load has ended
         return self.rl4llm_state()
 
-    def rl4llm_forget(self) -> dict[str, Any]:
-        """Reset the version, since the weights are about to be discarded."""
-        self._rl4llm_hold(NEVER_LOADED)
-        return self.rl4llm_state()
-
     def rl4llm_note(self, asleep: str) -> dict[str, Any]:
         """Keep what a trainer puts to sleep, such as "kv_cache,weights", for itself and for the next trainer."""
         self.rl4llm_asleep = asleep
