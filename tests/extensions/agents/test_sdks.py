@@ -7,7 +7,6 @@ from itertools import product
 import agents
 import anthropic
 import openai
-import pydantic
 import pytest
 from vowels import Vowels
 
@@ -310,45 +309,13 @@ def test_refusals_are_the_exceptions_of_each_sdk(play):
         kept = await respond(of_openai(base_url, api_key), False, input="x", store=False)
         with pytest.raises(openai.BadRequestError, match="asked for with store=false"):
             await respond(of_openai(base_url, api_key), False, input="x", previous_response_id=kept.id)
-        await message(of_anthropic(base_url.removesuffix("/v1"), api_key), False, messages=QUESTION)
+        tools = [{"name": "calculator", "input_schema": CALCULATOR["parameters"]}]
+        asked = {"messages": QUESTION, "tools": tools, "tool_choice": {"type": "none"}}
+        await message(of_anthropic(base_url.removesuffix("/v1"), api_key), False, **asked)
 
     result, client = play(agent)
     assert not result.failed, result.failed[0].failure
     assert len(client.calls) == 2
-
-
-class Sum(pydantic.BaseModel):
-    total: int
-
-
-def test_answers_that_sdks_would_parse_are_refused(play):
-    async def agent(task, base_url, api_key):
-        client, asked = of_openai(base_url, api_key), {"model": "policy", "messages": QUESTION}
-        with pytest.raises(openai.BadRequestError, match=NO_FORMAT):
-            await client.chat.completions.parse(response_format=Sum, **asked)
-        with pytest.raises(openai.BadRequestError, match=NO_FORMAT):
-            async with client.chat.completions.stream(response_format=Sum, **asked) as stream:
-                await stream.get_final_completion()
-        with pytest.raises(openai.BadRequestError, match=NO_FORMAT):
-            await client.responses.parse(model="policy", input="x", text_format=Sum)
-        with pytest.raises(openai.BadRequestError, match=NO_FORMAT):
-            await respond(client, True, input="x", text_format=Sum)
-        other = of_anthropic(base_url, api_key)
-        with pytest.raises(anthropic.BadRequestError, match=NO_FORMAT):
-            await other.messages.parse(max_tokens=9, output_format=Sum, **asked)
-        with pytest.raises(anthropic.BadRequestError, match=NO_FORMAT):
-            await message(other, True, messages=QUESTION, output_format=Sum)
-        await message(
-            other,
-            False,
-            messages=QUESTION,
-            tool_choice={"type": "none"},
-            tools=[{"name": "calculator", "input_schema": CALCULATOR["parameters"]}],
-        )
-
-    result, client = play(agent, [CALL])
-    assert not result.failed, result.failed[0].failure
-    assert len(client.calls) == 1 and result.trajectories[0].messages[-1].content == CALL
 
 
 def test_other_sampling_is_ignored_with_a_warning(play):

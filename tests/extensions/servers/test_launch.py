@@ -273,17 +273,6 @@ def test_server_that_dies_at_its_first_start_is_not_restarted(launch):
     assert launcher.stderr.read().count("died at") == 1
 
 
-@pytest.mark.parametrize("way, code", [("ctrl-c", 130), ("sigterm", 143), ("kill -9", -9)])
-def test_no_process_is_left_of_a_server_that_was_started_again(launch, way, code):
-    launcher = launch("--restarts", "9")
-    until_ready(launcher)
-    server_in(family_of(launcher)).kill()
-    until_ready(launcher)
-    family = family_of(launcher)
-    assert end(way, launcher, family) == code
-    until_all_are_gone(family)
-
-
 def test_a_launcher_that_waits_before_a_restart_can_be_stopped(launch):
     launcher = launch("--restarts", "9")
     until_ready(launcher)
@@ -389,7 +378,7 @@ def test_exception_in_the_block_stops_the_server(stand_in, tmp_path):
 def test_start_reports_seconds_and_the_last_log_line(stand_in, tmp_path):
     seen = []
     server, _ = stand_in_server(
-        stand_in, tmp_path, "silent", ready_within_s=1, report=lambda *it: seen.append(it)
+        stand_in, tmp_path, "silent", ready_within_s=4, report=lambda *it: seen.append(it)
     )
     server.log.write_text("of an earlier server\n")
     with pytest.raises(EngineError, match=r"The last 1 lines of .*log:\nloading weights$"):
@@ -488,12 +477,6 @@ def test_a_server_that_sleeps_gets_no_expandable_segments(monkeypatch, variable)
     assert sleeps[variable] == "max_split_size_mb:64,expandable_segments:False"
     assert len([name for name in sleeps if name.startswith("PYTORCH")]) == 1
     assert variable not in environment()  # what a user has set stays
-
-
-def test_cpu_server_warns_that_it_is_for_small_models(launch):
-    launcher = launch("--cpu", mode="dies")
-    launcher.wait(PATIENCE_S)
-    assert "Running on a CPU, for tests and small models only." in launcher.stderr.read()
 
 
 def test_python_of_the_server_comes_from_option_or_environment(monkeypatch, stand_in):

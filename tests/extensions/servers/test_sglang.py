@@ -27,7 +27,7 @@ from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher, LoraPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.extensions.servers.sync.tensor import TensorPublisher, over_broadcast, over_requests
-from rl4llm.extensions.servers.sync.wrappers import CohostPublisher, FallbackPublisher
+from rl4llm.extensions.servers.sync.wrappers import CohostPublisher
 from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.transport import Retry
 from rl4llm.sync.verify import Canary
@@ -146,17 +146,6 @@ def test_every_token_is_scored_as_the_trainer_scores_it(client, backend, tmp_pat
     run(client, work)
 
 
-@pytest.mark.parametrize("way", sampled(WAYS, ["tensor"]))
-def test_weights_that_moved_without_a_publish_are_noticed(client, backend, tmp_path, way):
-    async def work():
-        weight_ref = await publisher(way, client, tmp_path).publish(backend, 3)
-        change(backend.model, 9)
-        with pytest.raises(StaleWeightsError, match=r"SGLangClient at http.* does not hold version 3"):
-            await canary(client).verify(backend, client, weight_ref)
-
-    run(client, work)
-
-
 def test_spans_of_an_interrupted_turn_match_their_own_weights(client, backend, tmp_path):
     publishes = publisher("filesystem", client, tmp_path)
     before, split = run(client, lambda: interrupted(client, publishes, backend))
@@ -221,52 +210,6 @@ def test_a_kept_cache_is_that_of_older_weights(sglang_url, tokenizer, backend, t
         old = completion.versions[1][0]
         mixed = by_parts([(before, old), (backend.model, 400 - old)], prompt, completion.token_ids)
         assert completion.logprobs == pytest.approx(mixed, abs=1e-4)
-
-
-def test_a_wrong_path_is_an_error_and_keeps_the_old_weights(client, backend, tmp_path):
-    async def work():
-        weight_ref = await publisher("filesystem", client, tmp_path).publish(backend, 6)
-        wrong = type(weight_ref)(7, "full", str(tmp_path / "nowhere"))
-        with pytest.raises(EngineError):
-            await client.load(wrong)
-        assert await client.version() == 6
-        await client.generate(PROMPT, SamplingParams(max_tokens=2))  # it was not left paused
-        await canary(client).verify(backend, client, weight_ref)
-
-    run(client, work)
-
-
-def test_when_one_way_fails_the_fallback_is_taken_and_reported(client, backend, tmp_path):
-    warnings = []
-
-    async def work():
-        broken = SGLangClient(
-            client.base_url,
-            client._tokenizer,
-            vocab_size=client.vocab_size,
-            context_length=512,
-            trainer_host="256.0.0.1",
-        )
-        first = TensorPublisher(broken, "distributed")
-        both = FallbackPublisher(first, publisher("filesystem", client, tmp_path), warnings.append)
-        weight_ref = await both.publish(backend, 8)
-        await canary(client).verify(backend, client, weight_ref)
-        await both.close()
-        await broken.close()
-
-    run(client, work)
-    assert len(warnings) == 1
-    assert "Version 8 was published with sync.fallback" in warnings[0]
-
-
-def test_what_a_server_would_die_of_never_reaches_it(client):
-    async def work():
-        for prompt in ([], [client.vocab_size], [-1], [5] * 512):
-            with pytest.raises(EngineError, match="generate:"):
-                await client.generate(prompt, SamplingParams(max_tokens=2))
-        await client.generate(PROMPT, SamplingParams(max_tokens=2))
-
-    run(client, work)
 
 
 def test_the_server_refuses_a_repeated_request_id(client):
@@ -362,16 +305,6 @@ def test_conversations_led_by_others_train_on_server_tokens(sglang_url, model_di
     for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
         assert row["mismatch/max"] < 1e-4
         assert row["turns"] == 2
-
-
-@pytest.mark.sweep  # vLLM learns one in every run of the tests
-def test_grpo_learns_an_adapter_through_the_server(client, model, learns, adaptable, tmp_path):
-    base = adaptable(model)
-    run(client, lambda: client.load(WeightRef(0, "full", str(base))))
-    learns(base, tmp_path / "run", {"name": "sglang", "url": client.base_url}, "lora")
-    versions = sorted(path.name for path in (tmp_path / "run" / "weights").glob("v*"))
-    assert versions == ["v000009", "v000010"]
-    assert (tmp_path / "run" / "weights" / "v000010" / "adapter_model.safetensors").exists()
 
 
 def test_weights_of_another_model_are_not_sent_to_a_server(client, tokenizer, tmp_path):
@@ -554,18 +487,3 @@ def test_a_server_sleeps_and_wakes_with_the_trainer(newcomer, backend, tmp_path)
             assert {completion.version for completion in found} == {version}
 
     run(fleet, steps)
-
-
-def test_the_health_of_a_sleeping_server_waits_until_it_wakes(client, backend, tmp_path):
-    """Whatever probes it, such as Kubernetes: the request that it makes for that must not reach the sleeping engine."""
-
-    async def work():
-        await publisher("filesystem", client, tmp_path).publish(backend, 1)
-        await client.sleep()
-        probe = asyncio.create_task(client.http.ping("/health", deadline_s=30))
-        await asyncio.sleep(3)
-        assert not probe.done()
-        await client.wake()
-        await probe
-
-    run(client, work)

@@ -68,7 +68,6 @@ def play(base, tokenizer):
 
 def test_the_client_keeps_the_contract_of_all_clients(base, tokenizer, weights):
     server = FaultServer(base, tokenizer)
-    client = SGLangClient(server.url, tokenizer, vocab_size=len(tokenizer), context_length=128)
 
     class Booting(SGLangClient):
         """check_client has a separate event loop, so the server boots in it, with the first request."""

@@ -13,8 +13,8 @@ from fault_server import FaultServer, reset, small_model, status
 
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, EnginesDownError, WeightsError
-from rl4llm.core.types import SamplingParams, TensorSpec, WeightRef
-from rl4llm.extensions.servers.clients import neighbour, sglang_tensors, together
+from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.extensions.servers.clients import neighbour, sglang_tensors
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
@@ -173,29 +173,6 @@ def test_weights_that_are_not_finite_reach_no_engine(play, backend, kind, value)
         assert server.calls == calls
         assert (await client.version(), await client.checksum()) == (1, before)
         assert (await client.generate([5, 6], PARAMS)).version == 1
-
-    play(story)
-
-
-def test_tensors_other_than_the_models_own_reach_no_engine(play, backend):
-    async def story(server, client):
-        calls = dict(server.calls)
-        specs = backend.weight_specs()
-        for wrong in (specs[:-1], [*specs, TensorSpec("more", (1,), torch.float32)], [*specs[:-1], specs[0]]):
-            backend.weight_specs = lambda wrong=wrong: wrong
-            with pytest.raises(WeightsError, match="The weights"):
-                await TensorPublisher(client, "tensor").publish(backend, 1)
-        assert server.calls == calls
-
-    play(story)
-
-
-def test_what_a_trainer_that_died_left_open_is_closed_first(play, backend):
-    async def story(server, client):
-        await client.http.post("/begin_weight_update", {})
-        weight_ref = await TensorPublisher(client, "tensor").publish(backend, 3)
-        assert not server.open
-        assert await proven(client, backend, weight_ref)
 
     play(story)
 
@@ -437,22 +414,3 @@ def test_versions_of_nccl_are_compared_before_joining(monkeypatch, tmp_path):
         neighbour.check_same_nccl(OTHER)
     monkeypatch.setattr(neighbour, "_processes", lambda url: iter(()))
     neighbour.check_same_nccl(OTHER)  # nobody knows
-
-
-def test_a_server_with_another_nccl_is_not_asked_to_join(play, backend, monkeypatch):
-    def differs(url):
-        raise EngineError(f"the trainer has 2.29.7, {url} has 2.30.7. Set sync.name=filesystem")
-
-    monkeypatch.setattr(together, "check_same_nccl", differs)
-
-    async def story(server, client):
-        async def on_a_gpu(body):
-            return {"version": "0.5.23", "tp_size": 1, "device": "cuda"}
-
-        server._server_info = on_a_gpu
-        with pytest.raises(EngineError, match=r"has 2.30.7. Set sync.name=filesystem"):
-            await TensorPublisher(client, "distributed").publish(backend, 2)
-        assert not server.calls["/init_weights_update_group"]
-        assert not server.paused
-
-    play(story)
