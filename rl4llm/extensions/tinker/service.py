@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import CheckpointError, ConfigError, EngineError, unknown
-from rl4llm.extensions.tinker.messages import encode_losses, place_of, read_forward_backward
+from rl4llm.extensions.tinker.messages import encode_losses, parse, read_forward_backward
 from rl4llm.extensions.tinker.models import Base, Samplers, Shape, Trained
-from rl4llm.extensions.tinker.protobuf import parse
 from rl4llm.extensions.tinker.sampling import drawn
 from rl4llm.extensions.tinker.store import PASSING, SAMPLER, WEIGHTS, Store
 from rl4llm.extensions.tinker.turns import Job, JobWorker, Order
@@ -96,15 +95,15 @@ class Service:
         }
 
     def forward_backward(self, body: bytes) -> Body:
-        fields = parse(body)
-        model_id, seq_id = place_of(fields)
+        request = parse(body)
+        model_id = request.model_id
 
         def job() -> (
             bytes
-        ):  # reads the rest, since a request that is refused before it has a place would leave a gap
-            return encode_losses(*self._models[model_id].forward_backward(read_forward_backward(fields)))
+        ):  # tensors are read here: a request that is refused before it has a place would leave a gap
+            return encode_losses(*self._models[model_id].forward_backward(read_forward_backward(request)))
 
-        return self._ordered(model_id, seq_id, job, binary=True)
+        return self._ordered(model_id, request.seq_id, job, binary=True)
 
     def optim_step(self, body: Body) -> Body:
         model_id = body["model_id"]

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import struct
 import threading
 from collections import Counter
 from concurrent.futures import Future, wait
@@ -22,8 +21,8 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.cli import main
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.tinker import service
+from rl4llm.extensions.tinker.messages import COMPILED, message
 from rl4llm.extensions.tinker.models import Shape
-from rl4llm.extensions.tinker.protobuf import field, parse
 from rl4llm.extensions.tinker.turns import JobWorker, Order
 from rl4llm.inference.local import MAX_ROWS
 
@@ -343,13 +342,15 @@ def test_requests_that_cannot_be_served_are_refused_by_name(server, client):
         ),
         (lambda: client.do("save_weights", model_id=model, seq_id=2, path="../x"), "user", "letters, digits"),
     ]
-    for ask, kind, message in refused:
+    for ask, kind, problem in refused:
         with pytest.raises(Refused) as caught:
             ask()
-        assert caught.value.args[0] == kind and message in caught.value.args[1], caught.value.args
-    image = field(1, model) + field(2, 3) + field(3, field(1, field(2, field(1, b"png")))) + field(4, "ppo")
-    for body, message in ((image, "image or sound"), (b"\x0a\xff", "protobuf")):
-        with pytest.raises(Refused, match=message):
+        assert caught.value.args[0] == kind and problem in caught.value.args[1], caught.value.args
+    wanted = message(
+        "Request", model_id=model, seq_id=3, loss_fn="ppo", data=[message("Datum", chunks=[message("Chunk")])]
+    )
+    for body, problem in ((wanted.SerializeToString(), "image or sound"), (b"\x0a\xff", "protobuf")):
+        with pytest.raises(Refused, match=problem):
             client.wait(client.post("forward_backward", body, "application/x-protobuf"))
     client.losses(model, 4, rollouts(), "ppo")  # no refusal leaves a gap in the order
 
@@ -495,13 +496,11 @@ def test_saved_weights_outlive_a_killed_server(model_dir, tmp_path):
             client.do("load_weights", model_id=made["model_id"], seq_id=2, path=state, optimizer=True)
 
 
-def test_the_wire_format_is_that_of_protobuf():
-    """The bytes are the examples of https://protobuf.dev/programming-guides/encoding."""
-    assert field(1, 150) == bytes.fromhex("089601") and field(2, "testing") == bytes.fromhex(
-        "120774657374696e67"
-    )
-    body = field(1, 2**40) + field(2, b"") + field(3, 0.5) + b"\x25" + struct.pack("<f", 2.0)
-    assert parse(body) == {1: [2**40], 2: [b""], 3: [0.5], 4: [2.0]}
+def test_the_compiled_messages_are_those_of_the_published_file(tmp_path):
+    protoc = pytest.importorskip("grpc_tools.protoc")
+    into = tmp_path / "compiled"
+    assert protoc.main(["", f"-I{COMPILED.parent}", f"--descriptor_set_out={into}", "messages.proto"]) == 0
+    assert into.read_bytes() == COMPILED.read_bytes()
 
 
 def test_the_server_names_the_models_that_it_has(client):

@@ -12,9 +12,8 @@ from itertools import pairwise
 import torch
 from forked_python import started
 
-from rl4llm.extensions.tinker.messages import DTYPES, encode_tensor, tensor_of
+from rl4llm.extensions.tinker.messages import DTYPES, message, tensor_message, tensor_of
 from rl4llm.extensions.tinker.models import Base
-from rl4llm.extensions.tinker.protobuf import blobs, entries, field, integer, parse
 from rl4llm.extensions.tinker.server import application
 from rl4llm.extensions.tinker.service import Service
 from rl4llm.runtime.ports import free_port
@@ -72,12 +71,15 @@ class Client:
         return read_losses(self.wait(self.ask_losses(model, seq, data, loss, **options)))
 
     def ask_losses(self, model, seq, data, loss="cross_entropy", forward_only=False, **options):
-        body = field(1, model) + field(2, seq) + b"".join(field(3, encode_datum(*one)) for one in data)
-        body += field(4, loss) + field(6, int(forward_only))
-        for name, value in options.items():
-            number = field(2, value) if isinstance(value, str) else field(1, float(value))
-            body += field(7, field(1, name) + field(2, number))
-        return self.post("forward_backward", body, "application/x-protobuf")
+        given = {
+            name: {"text": value} if isinstance(value, str) else {"number": float(value)}
+            for name, value in options.items()
+        }
+        request = message("Request", model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only)
+        request.data.extend(encode_datum(*one) for one in data)
+        for name, value in given.items():
+            request.options[name].CopyFrom(message("Option", **value))
+        return self.post("forward_backward", request.SerializeToString(), "application/x-protobuf")
 
     def sampler(self, **of):
         """Make a sampling session of `base_model` or `model_path`."""
@@ -96,56 +98,53 @@ class Client:
 
 
 def encode_datum(tokens, inputs):
-    chunk = field(1, field(1, torch.tensor(tokens, dtype=torch.int32).numpy().tobytes()))
-    named = (
-        field(1, name) + field(2, value if isinstance(value, bytes) else encode_tensor(value))
-        for name, value in inputs.items()
-    )
-    return field(1, chunk) + b"".join(field(2, entry) for entry in named)
+    text = message("Text", tokens=torch.tensor(tokens, dtype=torch.int32).numpy().tobytes())
+    datum = message("Datum", chunks=[message("Chunk", text=text)])
+    for name, value in inputs.items():
+        datum.inputs[name].CopyFrom(tensor_message(value) if isinstance(value, torch.Tensor) else value)
+    return datum
 
 
 def sparse(tensor):
     """Encode a tensor (N, K) in the form that lists what is not 0."""
     csr = tensor.to_sparse_csr()
+    names = ("values", "rows", "columns")
     parts = (csr.values(), csr.crow_indices(), csr.col_indices())
-    body = b"".join(field(number, part.numpy().tobytes()) for number, part in enumerate(parts, 1))
+    listed = {name: part.numpy().tobytes() for name, part in zip(names, parts, strict=True)}
     number = next(number for number, dtype in DTYPES.items() if dtype == tensor.dtype)
-    return field(2, body) + field(3, number) + b"".join(field(4, size) for size in tensor.shape)
+    return message("Tensor", sparse=message("Sparse", **listed), dtype=number, shape=tensor.shape)
+
+
+def numbers(data, dtype=torch.float32):
+    return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
 def read_losses(body):
     """Return the log-probs of each datum, and the metrics."""
-    fields, found = parse(body), []
-    for record in map(parse, blobs(fields, 2)):
-        tensor = entries(record, 2)["logprobs"]
-        ends = torch.frombuffer(bytearray(blobs(tensor, 2)[0]), dtype=torch.int64).tolist()
-        assert len(ends) == integer(record, 3) + 1
-        data = blobs(tensor, 1)[0]
-        rows = [torch.frombuffer(bytearray(data[a:b]), dtype=torch.float32) for a, b in pairwise(ends)]
-        width = blobs(tensor, 4)
-        found += [row.view(-1, width[0][0]) if width else row for row in rows]
-    return found, entries(fields, 3)
+    losses, found = type(message("Losses")).FromString(body), []
+    for record in losses.records:
+        tensor = record.tensors["logprobs"]
+        ends = numbers(tensor.ends, torch.int64).tolist()
+        assert len(ends) == record.count + 1
+        rows = [numbers(tensor.data[a:b]) for a, b in pairwise(ends)]
+        found += [row.view(-1, *tensor.trailing_shape) for row in rows]
+    return found, dict(losses.metrics)
 
 
 def read_samples(body):
-    fields = parse(body)
-    sequences = [parse(data) for data in blobs(fields, 1)]
+    samples = type(message("Samples")).FromString(body)
 
-    def numbers(data, dtype=torch.float32):
-        return torch.frombuffer(bytearray(data), dtype=dtype)
-
-    def matrix(data):
-        top = parse(data)
-        shape = integer(top, 4), integer(top, 3)
-        return numbers(blobs(top, 1)[0], torch.int32).view(shape), numbers(blobs(top, 2)[0]).view(shape)
+    def matrix(top):
+        shape = top.length, top.count
+        return numbers(top.tokens, torch.int32).view(shape), numbers(top.logprobs).view(shape)
 
     return Samples(
-        [numbers(blobs(one, 2)[0], torch.int32).tolist() for one in sequences],
-        [numbers(blobs(one, 3)[0]) for one in sequences],
-        ["stop" if integer(one, 1) == 0 else "length" for one in sequences],
-        next(map(numbers, blobs(fields, 2)), None),
-        next(map(matrix, blobs(fields, 3)), None),
-        next((tensor_of(parse(data)) for data in blobs(fields, 5)), None),
+        [numbers(one.tokens, torch.int32).tolist() for one in samples.sequences],
+        [numbers(one.logprobs) for one in samples.sequences],
+        ["stop" if one.stop_reason == 0 else "length" for one in samples.sequences],
+        numbers(samples.prompt_logprobs) if samples.HasField("prompt_logprobs") else None,
+        matrix(samples.prompt_likely) if samples.HasField("prompt_likely") else None,
+        tensor_of(samples.targets) if samples.HasField("targets") else None,
     )
 
 
