@@ -6,15 +6,15 @@ rl4llm train configs/gymnasium_grpo.yaml env.task=FrozenLake-v1
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl4llm.core.base_env import BaseMDPEnv, SampleState
-from rl4llm.core.errors import ConfigError, EnvError, unknown
+from rl4llm.core.base_env import SampleState
+from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.schema import accepted_options, takes_any
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.adapters.gymnasium_rules import in_words, rules_of
-from rl4llm.extensions.adapters.step_rewards import note_reward
+from rl4llm.extensions.adapters.step_rewards import StepsEnv, note_reward
 from rl4llm.runtime.seeds import derive_seed
 
 DEFAULT_LIMIT = 256
@@ -43,6 +43,9 @@ def gymnasium_prompts(
     try:
         names = _action_names(task, env, actions)
         system = _instructions(env, names, bool(actions)) if instructions is None else instructions
+        seeds = [
+            derive_seed("gymnasium", task, task_seed, number) for number in range(limit or DEFAULT_LIMIT)
+        ]
         rows = [
             {
                 "prompt_id": f"{task}-{split}-{number}",
@@ -53,14 +56,14 @@ def gymnasium_prompts(
                 "ground_truth": None,
                 COLUMN: {"task": task, "options": dict(task_options or {}), "actions": names, "seed": seed},
             }
-            for number, seed in enumerate(_seeds(split, limit or DEFAULT_LIMIT, task, task_seed))
+            for number, seed in enumerate(seed % 2**30 * 2 + (split == "test") for seed in seeds)
         ]
     finally:
         env.close()
     return rows
 
 
-class GymnasiumEnv(BaseMDPEnv):
+class GymnasiumEnv(StepsEnv):
     """Plays an environment of Gymnasium: the policy sees its observations and names one action per turn.
 
     Text observations are shown unchanged. Others are shown as the environment's text rendering ("ansi") if it has one,
@@ -77,15 +80,20 @@ class GymnasiumEnv(BaseMDPEnv):
         task_seed: seed of the episodes of both splits.
     """
 
-    default_rewards = ("env_steps",)
+    made_from = COLUMN
     prompts = staticmethod(gymnasium_prompts)
 
     def __init__(self, *args: Any, max_steps: int = 16, **kwargs: Any):
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
-        self._playing: dict[int, tuple[SampleState, Any]] = {}  # by id of the sample
+
+    def make(self, made: Mapping[str, Any]) -> Any:
+        return _make(made["task"], made["options"])
+
+    def begin(self, env: Any, made: Mapping[str, Any]) -> list[str]:
+        return [_shown(env, env.reset(seed=made["seed"])[0])]
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:
-        env, names = self._env(sample), sample.columns[COLUMN]["actions"]
+        env, names = self.playing(sample), sample.columns[COLUMN]["actions"]
         metrics = sample.extras.setdefault("metrics", {"return": 0.0, "invalid_actions": 0})
         action = _action(env, names, sample.last_message.content)
         if action is None:
@@ -98,28 +106,7 @@ class GymnasiumEnv(BaseMDPEnv):
             return [ChatMessage("user", f"That {accepted}.")]
         observation, reward, terminated, truncated, _ = env.step(action)
         note_reward(sample, reward)
-        metrics["return"] += float(reward)
         return [] if terminated or truncated else [ChatMessage("user", _shown(env, observation))]
-
-    def end_episode(self, sample: SampleState) -> None:
-        """Close the sample's environment."""
-        _, env = self._playing.pop(id(sample), (sample, None))
-        if env is not None:
-            env.close()
-
-    def _env(self, sample: SampleState) -> Any:
-        """Return the sample's environment. Raises EnvError if its first observation is not the one in the prompt."""
-        if id(sample) not in self._playing:
-            made = sample.columns[COLUMN]
-            env = _make(made["task"], made["options"])
-            self._playing[id(sample)] = (sample, env)
-            first = _shown(env, env.reset(seed=made["seed"])[0])
-            if first != sample.messages[sample.init_msg_size - 1].content:
-                raise EnvError(
-                    f"{made['task']} does not start with the observation in its prompt, "
-                    f"although the seed is the same: {first!r:.200}"
-                )
-        return self._playing[id(sample)][1]
 
 
 def _make(task: str, options: Mapping[str, Any] | None) -> Any:
@@ -205,15 +192,3 @@ def _shown(env: Any, observation: Any) -> str:
 def _marked(rendered: str) -> str:
     """Replace the colours of a text rendering by brackets."""
     return re.sub(r"\x1b\[[0-9;]+m(.)\x1b\[0m", r"[\1]", rendered)
-
-
-def _seeds(split: str, count: int, task: str, task_seed: int) -> Iterator[int]:
-    """Yield different seeds: even ones for train, odd ones for test."""
-    seen: set[int] = set()
-    number = 0
-    while len(seen) < count:
-        seed = derive_seed("gymnasium", task, task_seed, number) % 2**30 * 2 + (split == "test")
-        number += 1
-        if seed not in seen:
-            seen.add(seed)
-            yield seed

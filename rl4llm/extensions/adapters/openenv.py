@@ -14,10 +14,10 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from rl4llm.core.base_env import BaseMDPEnv, SampleState
+from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, EnvError, unknown
 from rl4llm.core.types import ChatMessage
-from rl4llm.extensions.adapters.step_rewards import note_reward
+from rl4llm.extensions.adapters.step_rewards import StepsEnv, note_reward
 from rl4llm.runtime.seeds import derive_seed
 
 DEFAULT_LIMIT = 64
@@ -62,7 +62,7 @@ def openenv_prompts(
     return rows
 
 
-class OpenEnv(BaseMDPEnv):
+class OpenEnv(StepsEnv):
     """Plays an environment of OpenEnv: the policy sees its observations, and each reply is an action.
 
     If actions have exactly one required text field, the reply itself is the action; otherwise the JSON object in the
@@ -80,7 +80,7 @@ class OpenEnv(BaseMDPEnv):
         message_timeout_s: seconds that the server may take for a step.
     """
 
-    default_rewards = ("env_steps",)
+    made_from = COLUMN
     prompts = staticmethod(openenv_prompts)
 
     def __init__(
@@ -96,12 +96,17 @@ class OpenEnv(BaseMDPEnv):
         self.url, self.observation, self.message_timeout_s = url, observation, message_timeout_s
         self.respond_timeout_s = 2 * message_timeout_s + CONNECT_TIMEOUT_S  # a first turn resets, and steps
         self.action, self.fields = _action_fields(url, action)
-        self._playing: dict[int, tuple[SampleState, Any]] = {}  # by id of the sample
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
+
+    def make(self, made: Mapping[str, Any]) -> Any:
+        return _connected(self.url, self.message_timeout_s)
+
+    def begin(self, env: Any, made: Mapping[str, Any]) -> list[str]:
+        return [_shown(env.reset(seed=made["seed"], **made["options"]).observation, self.observation)]
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:
         metrics = sample.extras.setdefault("metrics", {"return": 0.0, "invalid_actions": 0})
-        client = self._client(sample)
+        client = self.playing(sample)
         try:
             result = client.step(self._action(sample.last_message.content))
         except _NoActionError as error:
@@ -113,28 +118,13 @@ class OpenEnv(BaseMDPEnv):
             metrics["invalid_actions"] += 1
             return [ChatMessage("user", f"Error: {error}")]
         note_reward(sample, result.reward or 0.0)
-        metrics["return"] += float(result.reward or 0.0)
         return [] if result.done else [ChatMessage("user", _shown(result.observation, self.observation))]
 
     def end_episode(self, sample: SampleState) -> None:
         """Close the connection in a thread, since the server may take long to close it."""
-        _, client = self._playing.pop(id(sample), (sample, None))
-        if client is not None:
-            threading.Thread(target=client.close, name="rl4llm-openenv-close", daemon=True).start()
-
-    def _client(self, sample: SampleState) -> Any:
-        """Return the sample's connection after a reset with its seed. Raises EnvError if the first observation differs."""
-        if id(sample) not in self._playing:
-            made = sample.columns[COLUMN]
-            client = _connected(self.url, self.message_timeout_s)
-            self._playing[id(sample)] = (sample, client)
-            first = _shown(client.reset(seed=made["seed"], **made["options"]).observation, self.observation)
-            if first != sample.messages[sample.init_msg_size - 1].content:
-                raise EnvError(
-                    f"{self.url} does not start with the observation in the prompt, "
-                    f"although the seed is the same: {first!r:.200}"
-                )
-        return self._playing[id(sample)][1]
+        threading.Thread(
+            target=super().end_episode, args=(sample,), name="rl4llm-openenv-close", daemon=True
+        ).start()
 
     def _action(self, reply: str) -> dict[str, Any]:
         if self.action is not None:

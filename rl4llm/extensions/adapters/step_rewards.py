@@ -1,20 +1,66 @@
-"""The reward of environments that return one for each step."""
+"""Environments that return a reward for each step, and that reward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, SampleState
+from rl4llm.core.errors import EnvError
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.replies import policy_messages
 
 COLUMN = "step_rewards"
 
 
+class StepsEnv(BaseMDPEnv):
+    """Plays an object of another library for each sample, from the first turn to the end of the episode."""
+
+    default_rewards = ("env_steps",)
+    made_from: ClassVar[str]
+    """The column of a prompt that describes its object."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._playing: dict[int, tuple[SampleState, Any]] = {}  # by id of the sample
+        super().__init__(*args, **kwargs)
+
+    @abstractmethod
+    def make(self, made: Mapping[str, Any]) -> Any:
+        """Return a new object for this column of a prompt."""
+
+    @abstractmethod
+    def begin(self, env: Any, made: Mapping[str, Any]) -> list[str]:
+        """Begin its episode; return the last messages of the prompt, as the object gives them."""
+
+    def playing(self, sample: SampleState) -> Any:
+        """Return the sample's object. Raises EnvError if it does not begin as in the prompt."""
+        if id(sample) not in self._playing:
+            made = sample.columns[self.made_from]
+            env = self.make(made)
+            self._playing[id(sample)] = (sample, env)
+            first = self.begin(env, made)
+            prompt = [message.content for message in sample.messages[: sample.init_msg_size]]
+            if prompt[-len(first) :] != first:
+                raise EnvError(
+                    f"{made.get('task', 'The environment')} does not begin as in its prompt, although the seed is the "
+                    f"same: {first[-1]!r:.200}. Next: draw all random numbers from the seed."
+                )
+        return self._playing[id(sample)][1]
+
+    def end_episode(self, sample: SampleState) -> None:
+        """Close the sample's object, if it can be closed."""
+        _, env = self._playing.pop(id(sample), (sample, None))
+        close = getattr(env, "close", None)
+        if callable(close):
+            close()
+
+
 def note_reward(sample: SampleState, reward: float) -> None:
-    """Keep the environment's reward for the policy's last turn."""
+    """Keep the environment's reward for the policy's last turn, and add it to the metric `return`."""
     sample.extras.setdefault(COLUMN, {})[str(len(policy_messages(sample)) - 1)] = float(reward)
+    metrics = sample.extras.setdefault("metrics", {})
+    metrics["return"] = metrics.get("return", 0.0) + float(reward)
 
 
 class StepRewards(BaseRewardFunction):

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from rl4llm.core.base_env import BaseMDPEnv, SampleState
+from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.registry import imported
 from rl4llm.core.types import ROLES, ChatMessage
-from rl4llm.extensions.adapters.step_rewards import note_reward
+from rl4llm.extensions.adapters.step_rewards import StepsEnv, note_reward
 from rl4llm.runtime.seeds import derive_seed
 
 COLUMN = "stepped"
@@ -73,7 +73,7 @@ def stepped_prompts(
     ]
 
 
-class SteppedEnv(BaseMDPEnv):
+class SteppedEnv(StepsEnv):
     """Play a class with `reset` and `step`, or a factory of objects with `next_query` and `step`.
 
         class Guess:                                    # env.name=stepped env.task=guess:Guess
@@ -96,40 +96,22 @@ class SteppedEnv(BaseMDPEnv):
         task_seed: seed of the prompts of both splits.
     """
 
-    default_rewards = ("env_steps",)
+    made_from = COLUMN
     prompts = staticmethod(stepped_prompts)
 
     def __init__(self, *args: Any, max_steps: int = 8, **kwargs: Any):
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
-        self._playing: dict[int, tuple[SampleState, Any]] = {}  # by id of the sample
+
+    def make(self, made: Mapping[str, Any]) -> Any:
+        return copy.deepcopy(_begun(made)[made["number"]].env)
+
+    def begin(self, env: Any, made: Mapping[str, Any]) -> list[str]:
+        return [message.content for message in _begun(made)[made["number"]].messages]
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:
-        step = _stepped(self._env(sample), sample.last_message)
+        step = _stepped(self.playing(sample), sample.last_message)
         note_reward(sample, step.reward)
-        metrics = sample.extras.setdefault("metrics", {"return": 0.0})
-        metrics["return"] += step.reward
         return [] if step.done else list(step.messages)
-
-    def end_episode(self, sample: SampleState) -> None:
-        """Close the sample's environment, if it can be closed."""
-        _, env = self._playing.pop(id(sample), (sample, None))
-        close = getattr(env, "close", None)
-        if callable(close):
-            close()
-
-    def _env(self, sample: SampleState) -> Any:
-        """Return the sample's copy of the environment that made its prompt."""
-        if id(sample) not in self._playing:
-            made = sample.columns[COLUMN]
-            begun = _begun(made)[made["number"]]
-            prompt = [message.content for message in sample.messages[: sample.init_msg_size]]
-            if prompt[-len(begun.messages) :] != [message.content for message in begun.messages]:
-                raise EnvError(
-                    f"{made['task']} does not start with the messages in its prompt, although the seed is the same. Next "
-                    "step: draw random numbers from `random` or NumPy, or from the seed of `reset`."
-                )
-            self._playing[id(sample)] = (sample, copy.deepcopy(begun.env))
-        return self._playing[id(sample)][1]
 
 
 def _begun(made: Mapping[str, Any]) -> list[_Begun]:

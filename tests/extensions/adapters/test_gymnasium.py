@@ -169,10 +169,8 @@ def test_gymnasium_splits_and_episodes_have_different_seeds():
 def test_gymnasium_ignoring_its_seed_fails_the_episode(tokenizer):
     result = play(made(tokenizer, task="Broken-v0"), tokenizer, {"": ["hello"]})
     assert not result.trajectories
-    assert (
-        "Broken-v0 does not start with the observation in its prompt, although the seed is the same: 'beginning"
-        in result.failed[0].failure
-    )
+    said = "Broken-v0 does not begin as in its prompt, although the seed is the same: 'beginning"
+    assert said in result.failed[0].failure
 
 
 @pytest.mark.parametrize(

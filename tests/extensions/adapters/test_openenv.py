@@ -94,7 +94,7 @@ def test_what_breaks_on_the_server_fails_the_episode_alone(tokenizer, url):
 def test_an_environment_that_forgets_its_seed_fails_the_episode(tokenizer, url):
     result = play(made(tokenizer, url, reset_options={"forgets": True}), tokenizer, {"": ["0"]})
     assert not result.trajectories
-    assert "does not start with the observation in the prompt" in result.failed[0].failure
+    assert "does not begin as in its prompt" in result.failed[0].failure
 
 
 @pytest.mark.parametrize(

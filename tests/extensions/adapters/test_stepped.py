@@ -83,4 +83,4 @@ def test_environment_that_begins_otherwise_fails_the_episode(tokenizer, monkeypa
     env = made(tokenizer, "Drifts")
     monkeypatch.setattr(stepped, "_MADE", {})  # another process
     played = play(env, tokenizer, {"": ["x"]})
-    assert "does not start with the messages in its prompt" in played.failed[0].failure
+    assert "does not begin as in its prompt" in played.failed[0].failure
