@@ -252,9 +252,9 @@ class Service:
     def _unload(self, model_id: str) -> bytes:
         """Free a model; runs as a job, since jobs before it use the model."""
         self._models.pop(model_id, None)
-        self._orders.pop(model_id, None)
         self._samplers.drop(self.store.root / model_id / PASSING)
         self.store.drop_passing(model_id)
+        self._orders.pop(model_id, None)  # last: who sees it gone finds no files
         return _json(type="unload_model", model_id=model_id)
 
     def _begin(self, model_id: str, session_id: str, job: Job) -> Body:

@@ -3,14 +3,11 @@
 from typing import ClassVar
 
 import pytest
+from played import played
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import SamplingParams, WeightRef
-from rl4llm.data.render import Renderer
-from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.adapters.gymnasium import GymnasiumEnv
 from rl4llm.extensions.adapters.step_rewards import StepRewards
-from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -91,13 +88,7 @@ def made(tokenizer, limit=2, split="train", max_steps=8, **options):
 
 
 def play(env, tokenizer, script, group_size=2):
-    client = ScriptedClient(tokenizer, script)
-    with Runner() as runner:
-        runner.run(client.load(WeightRef(0)))
-        rollout = Rollout(
-            env, client, Renderer(tokenizer, roles=("user",)), runner, seed=1, max_failed_share=1.0
-        )
-        return rollout.play([0], step=0, sampling_params=SamplingParams(max_tokens=64), group_size=group_size)
+    return played(env, ScriptedClient(tokenizer, script), group_size=group_size)
 
 
 @pytest.mark.parametrize(

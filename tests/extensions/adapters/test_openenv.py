@@ -9,15 +9,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from played import played
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import SamplingParams, WeightRef
-from rl4llm.data.render import Renderer
-from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.adapters.openenv import OpenEnv
 from rl4llm.extensions.adapters.step_rewards import StepRewards
 from rl4llm.runtime.ports import free_port
-from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
 
 pytest.importorskip("openenv", reason="openenv is not installed; it needs a separate environment")
@@ -47,13 +44,7 @@ def made(tokenizer, url, split="train", **options):
 
 
 def play(env, tokenizer, script, group_size=2):
-    client = ScriptedClient(tokenizer, script)
-    with Runner() as runner:
-        runner.run(client.load(WeightRef(0)))
-        rollout = Rollout(
-            env, client, Renderer(tokenizer, roles=("user",)), runner, seed=1, max_failed_share=1.0
-        )
-        return rollout.play([0], step=0, sampling_params=SamplingParams(max_tokens=64), group_size=group_size)
+    return played(env, ScriptedClient(tokenizer, script), group_size=group_size)
 
 
 def secret(env):

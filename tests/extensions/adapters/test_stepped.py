@@ -3,15 +3,12 @@
 from pathlib import Path
 
 import pytest
+from played import played
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import SamplingParams, WeightRef
-from rl4llm.data.render import Renderer
-from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.adapters import stepped
 from rl4llm.extensions.adapters.step_rewards import StepRewards
 from rl4llm.extensions.adapters.stepped import SteppedEnv
-from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
 
 
@@ -27,12 +24,7 @@ def made(tokenizer, name, limit=2, max_steps=3, **options):
 
 
 def play(env, tokenizer, script):
-    client = ScriptedClient(tokenizer, script)
-    with Runner() as runner:
-        runner.run(client.load(WeightRef(0)))
-        renderer = Renderer(tokenizer, roles=("user",))
-        rollout = Rollout(env, client, renderer, runner, seed=1, max_failed_share=1.0)
-        return rollout.play([0], step=0, sampling_params=SamplingParams(max_tokens=32), group_size=2)
+    return played(env, ScriptedClient(tokenizer, script), group_size=2)
 
 
 def test_class_with_reset_and_step_is_played(tokenizer):

@@ -4,15 +4,12 @@ import json
 import random
 
 import pytest
+from played import played
 from small_run import SmallRun
 
 from rl4llm.cli import main
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import SamplingParams, WeightRef
-from rl4llm.data.render import Renderer
-from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.adapters.textarena import TextArenaEnv, TextArenaReward, textarena_prompts
-from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient
 
 textarena = pytest.importorskip("textarena")
@@ -54,12 +51,7 @@ def play(tokenizer):
         rows = textarena_prompts("train", 1, **options)
         given = {"batch_size": 1, "group_size": size, "max_steps": max_steps, "opponents": opponents}
         env = TextArenaEnv(rows, tokenizer, [TextArenaReward()], **given)
-        client = ScriptedClient(tokenizer, said)
-        with Runner() as runner:
-            runner.run(client.load(WeightRef(0)))
-            renderer = Renderer(tokenizer, roles=("user",))
-            rollout = Rollout(env, client, renderer, runner, seed=1, max_failed_share=1.0)
-            result = rollout.play([0], step=0, sampling_params=SamplingParams(max_tokens=64))
+        result = played(env, ScriptedClient(tokenizer, said))
         assert not env._games  # each is released
         return rows[0], result
 

@@ -9,17 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from played import played
 from small_run import SmallRun
 
 import rl4llm
 from rl4llm.cli import main
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import SamplingParams, WeightRef
-from rl4llm.data.render import Renderer
-from rl4llm.envs.rollout import Rollout
+from rl4llm.core.types import SamplingParams
 from rl4llm.extensions.adapters.verifiers import VerifiersEnv, VerifiersReward, verifiers_prompts
 from rl4llm.inference.local import LocalClient
-from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient
 
 PACKAGE = Path(rl4llm.__file__).parent
@@ -54,10 +52,7 @@ def play(tokenizer, python, rows):
         given = {"task": TASK, "python": python, "processes": 2, **options}
         row = row or rows["train"][0]
         env = VerifiersEnv([row], tokenizer, [VerifiersReward()], batch_size=1, group_size=size, **given)
-        with Runner() as runner:
-            runner.run(client.load(WeightRef(0)))
-            rollout = Rollout(env, client, Renderer(tokenizer), runner, seed=1, max_failed_share=1.0)
-            return rollout.play([0], step=0, sampling_params=params or SamplingParams(max_tokens=64))
+        return played(env, client, roles=None, params=params)
 
     return run
 
