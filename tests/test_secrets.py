@@ -1,6 +1,5 @@
 """What a run writes holds no secret, reads back, and still identifies the run."""
 
-import json
 import os
 import stat
 
@@ -15,7 +14,6 @@ from rl4llm.extensions.export.card import model_card
 from rl4llm.extensions.launch.launchers import prepared
 from rl4llm.extensions.view.export import export
 from rl4llm.extensions.view.run import find_runs
-from rl4llm.runs.run_dir import RunDir
 
 TEXT = """
 model: {path: "${oc.env:MODEL}"}
@@ -90,31 +88,6 @@ def test_another_value_of_a_secret_or_variable_is_the_same_run(config_file, monk
     assert [change.split(":")[0] for change in run.changes] == ["environment.MODEL"]  # reported, and taken
     with pytest.raises(RunDirError, match=r"model\.path: '\$\{oc\.env:MODEL\}' -> "):
         opened(config_file, **{"model.path": os.environ["MODEL"] + "/."})
-
-
-def test_a_run_that_wrote_its_secrets_in_clear_resumes(config_file):
-    run = opened(config_file)
-    identity = json.loads(run.run_file.read_text())
-    identity["fingerprint"]["model.path"] = os.environ["MODEL"]
-    identity["settings"] |= {
-        "inference.url": "http://me:door-secret@127.0.0.1:9",
-        "inference.api_key": "own-secret",
-    }
-    identity["settings"] = {
-        key: value for key, value in identity["settings"].items() if "environment" not in key
-    }
-    run.run_file.write_text(json.dumps(identity))
-    run.run_file.chmod(0o644)
-    assert opened(config_file).changes == ()
-    assert not files_with(b"-secret", run.path)
-    assert stat.S_IMODE(run.run_file.stat().st_mode) == 0o600
-
-
-def test_an_older_run_with_a_nested_secret_can_resume(tmp_path):
-    key = "env.credentials.user"  # secret by the name above it, which a flat key does not show
-    RunDir.open(tmp_path, {key: "own-secret", "seed": 1}).close()
-    with RunDir.open(tmp_path, {key: HIDDEN, "seed": 1}, resolved={key: HIDDEN, "seed": 1}) as run:
-        assert run.changes == () and not files_with(b"-secret", tmp_path)
 
 
 def test_a_hidden_secret_is_missed_only_where_it_is_needed(config_file, monkeypatch):

@@ -20,7 +20,7 @@ from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, RL4LLMError, RunDirError
 from rl4llm.core.model_memory import Precision
-from rl4llm.core.redact import HIDDEN, redacted
+from rl4llm.core.redact import HIDDEN
 from rl4llm.core.schema import with_options
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.runs.run_dir import RunDir
@@ -190,7 +190,6 @@ def planned_run(setup: Setup, dataset: Any, force: bool) -> RunDir:
                 identity,
                 settings=settings,
                 defaults=flatten(Config()) | variables,
-                resolved=flatten(redacted(config)),
                 allow_changes=force,
             )
             run.keep("config.yaml", to_yaml(config), private=True)

@@ -24,7 +24,6 @@ from typing import Any
 
 import rl4llm
 from rl4llm.core.errors import RunDirError
-from rl4llm.core.redact import HIDDEN, redacted
 from rl4llm.runs.lock import DirectoryLock
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -38,7 +37,6 @@ class _Claim:
 
     identity: dict[str, Any]
     defaults: dict[str, Any]
-    resolved: dict[str, Any]
     allow_changes: bool
     files: dict[str, tuple[str, bool]]
 
@@ -90,24 +88,20 @@ class RunDir:
         *,
         settings: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
-        resolved: Mapping[str, Any] | None = None,
         allow_changes: bool = False,
     ) -> RunDir:
         """Return a run directory that `claim` will create or resume. Nothing is written yet.
 
         `fingerprint` says what makes this run this run (model, algorithm, data, seed), in values that JSON knows;
         `settings` may differ from one start to the next, and are reported when they do. Keys that an older run lacks have
-        the values of `defaults`. Secrets must be hidden in all of them. Where `fingerprint` and `settings` have a reference
-        as text, `resolved` has its value, which is what older runs hold; their secrets are hidden here.
+        the values of `defaults`. Secrets must be hidden in all of them.
         Raises RunDirError when the directory holds something else, and, unless `allow_changes`, when it holds a run with
         another fingerprint.
         """
         run = cls(path)
         identity = {"fingerprint": dict(fingerprint), "settings": dict(settings or {})}
-        given, default, values = json.loads(
-            json.dumps([identity, dict(defaults or {}), dict(resolved or {})])
-        )
-        run._plan = _Claim(given, default, values, allow_changes, {})
+        given, default = json.loads(json.dumps([identity, dict(defaults or {})]))
+        run._plan = _Claim(given, default, allow_changes, {})
         with run._usable():
             if run.path.exists():
                 run._refuse_foreign()
@@ -224,9 +218,8 @@ class RunDir:
             "rl4llm": rl4llm.__version__,
         }
         kept = self._read_identity() if self.resumed else new | given
-        was = {name: _as_given(kept[name], given.get(name), plan) for name in kept}
-        self.run_id, self.created = was["run_id"], was["created"]
-        changes = _differences(was["fingerprint"], given["fingerprint"], plan.defaults)
+        self.run_id, self.created = kept["run_id"], kept["created"]
+        changes = _differences(kept["fingerprint"], given["fingerprint"], plan.defaults)
         if changes and not plan.allow_changes:
             raise RunDirError(
                 f"output.dir={str(self.path)!r} holds another run ({self.run_id}). What differs (was -> given):\n  "
@@ -235,9 +228,9 @@ class RunDir:
                 "(allow_changes=True)."
             )
         self.changes = changes + _differences(
-            was.get("settings", given["settings"]), given["settings"], plan.defaults
+            kept.get("settings", given["settings"]), given["settings"], plan.defaults
         )
-        if self.resumed and {**kept, **given} == kept and not self.run_file.stat().st_mode & 0o077:
+        if self.resumed and {**kept, **given} == kept:
             return None
         return {**kept, **given}
 
@@ -336,17 +329,6 @@ def space(directory: Path, needed: int) -> str:
     """Return how many bytes a write needs and how many are free, for messages."""
     free = shutil.disk_usage(directory).free
     return f"Needed: {needed:,} bytes; free: {free:,} bytes."
-
-
-def _as_given(was: Any, given: Any, plan: _Claim) -> Any:
-    """A part of an older identity without its secrets, and with references where it has their values."""
-    if not isinstance(was, Mapping) or not isinstance(given, Mapping):
-        return was
-    old = redacted(was)
-    same = [
-        key for key in old if key in plan.resolved and plan.resolved[key] in (old[key], HIDDEN)
-    ]  # a secret is not compared
-    return old | {key: given[key] for key in same if key in given}
 
 
 def _differences(
