@@ -142,7 +142,7 @@ DATA = _of(
      "test_prompts.py::test_the_order_depends_on_the_seed_and_the_epoch_alone"),
     ("cursor_advance", "prompts.py", "self._consumed += total", "self._consumed += self.batch_size",
      "test_prompts.py::test_an_epoch_has_every_row_once_in_disjoint_shards"),
-    ("cursor_restore", "prompts.py", "        self._consumed = consumed", "        self._consumed = 0",
+    ("cursor_restore", "prompts.py", '        self._consumed = state["consumed"]', "        self._consumed = 0",
      "test_prompts.py::test_a_resumed_stream_continues_exactly"),
     ("rows_of_earlier_ranks", "prompts.py", "range(self._consumed, start)", "range(start, start)",
      "../trainers/test_ranks.py::test_a_row_that_two_ranks_play_is_sampled_as_twice_on_one"),

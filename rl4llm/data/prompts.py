@@ -85,12 +85,7 @@ class PromptStream:
                     f"The prompts of this run have {name}={value}, those of the checkpoint {name}={state.get(name)!r}. "
                     "Resuming would skip and repeat prompts. Next step: restore the option or dataset, or start a new run."
                 )
-        consumed = state.get("consumed")
-        if isinstance(consumed, bool) or not isinstance(consumed, int) or consumed < 0:
-            raise CheckpointError(
-                f"The checkpoint's prompt cursor is damaged: consumed={consumed!r} is not a count."
-            )
-        self._consumed = consumed
+        self._consumed = state["consumed"]
 
     def _identity(self) -> dict[str, Any]:
         return {"num_rows": self.num_rows, "seed": self.seed, "shuffle": self.shuffle}

@@ -124,7 +124,7 @@ def test_a_curriculum_outside_its_range_is_refused(curriculum):
         mixed(curriculum=curriculum)
 
 
-def test_a_state_of_other_parts_or_a_damaged_one_is_refused():
+def test_a_state_of_other_parts_is_refused():
     state = json.loads(json.dumps(mixed(curriculum=0.5).state()))
     other = mixed({"sums": 1, "words": 1}, sizes={"sums": 10, "words": 3})
     with pytest.raises(
@@ -136,7 +136,3 @@ def test_a_state_of_other_parts_or_a_damaged_one_is_refused():
         other.restore(PromptStream(10, 1).state())
     with pytest.raises(CheckpointError, match=r"parts\.tools: The prompts of this run have num_rows=8"):
         mixed(sizes={**SIZES, "tools": 8}).restore(state)
-    with pytest.raises(CheckpointError, match="the part 'sums' is damaged: nan"):
-        mixed().restore({**state, "behind": {**state["behind"], "sums": float("nan")}})
-    with pytest.raises(CheckpointError, match="the part 'sums' is damaged"):
-        mixed().restore({**state, "behind": None})
