@@ -20,7 +20,7 @@ from rl4llm.rewards.compare import for_algebra, same
 from rl4llm.rewards.conclusion import only_mathematics
 from rl4llm.rewards.extract import Extraction, boxed_answers, final_answer
 from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
-from rl4llm.rewards.prefilter import Prefilter
+from rl4llm.rewards.prefilter import MAX_CHARS, refuse
 from rl4llm.rewards.replies import final_reply, policy_messages
 
 _VERIFIER = f"{Path(__file__).with_name('_verify_math.py')}:same_answer"
@@ -72,7 +72,6 @@ class MathReward(BaseRewardFunction):
         workers: verifier processes.
         timeout_s: time limit of one comparison; on a busy machine it may be longer, see `VerifierPool`.
         memory_bytes: address space of one worker.
-        max_answer_chars: longer answers score 0.0 unread.
 
     The ground truth is a string or number, or a list of accepted ones; solutions with a ``#### 18`` line or a
     ``\\boxed{18}`` are reduced to that.
@@ -90,7 +89,6 @@ class MathReward(BaseRewardFunction):
         workers: Count = 2,
         timeout_s: Positive = 1.5,
         memory_bytes: Count = 1024**3,
-        max_answer_chars: int = 400,
     ):
         super().__init__(name)
         if find_spec("math_verify") is None:
@@ -99,7 +97,6 @@ class MathReward(BaseRewardFunction):
             )
         self.extract = extract
         self.several_boxed = several_boxed
-        self.prefilter = Prefilter(max_chars=max_answer_chars)
         self.pool = VerifierPool(
             _VERIFIER, workers=workers, timeout_s=timeout_s, memory_bytes=memory_bytes, warm_up=_WARM_UP
         )
@@ -125,7 +122,7 @@ class MathReward(BaseRewardFunction):
 
     def answers_in(self, reply: str) -> tuple[list[str], str | None]:
         """Return the answers of a reply that count; if there are none, also the reason, as in the notes."""
-        answer = final_answer(reply, self.extract, self.prefilter.max_chars)
+        answer = final_answer(reply, self.extract, MAX_CHARS)
         if answer is None:
             return [], "no_answer"
         boxes = self._different_boxes(reply)
@@ -169,8 +166,8 @@ class MathReward(BaseRewardFunction):
         return [self._settle_one(item, golds) for item in answers] or [(0.0, reason)]
 
     def _settle_one(self, answer: str, golds: list[str]) -> Grade | list[Question]:
-        if len(answer) > self.prefilter.max_chars:
-            return 0.0, f"refused: more than {self.prefilter.max_chars} characters"
+        if len(answer) > MAX_CHARS:
+            return 0.0, f"refused: more than {MAX_CHARS} characters"
         compared = {gold: same(gold, answer) for gold in golds}
         if any(compared.values()):
             return 1.0, None
@@ -178,17 +175,15 @@ class MathReward(BaseRewardFunction):
         if not undecided:
             return 0.0, None
         answer = for_algebra(answer)
-        refused = self.prefilter.refuse(answer, " ".join(undecided))
+        refused = refuse(answer, " ".join(undecided))
         return (0.0, f"refused: {refused}") if refused else [(gold, answer) for gold in undecided]
 
     def _different_boxes(self, reply: str) -> list[str]:
         """The boxed answers, without those that are the one before them."""
         if self.extract not in ("auto", "boxed"):
             return []
-        boxes = boxed_answers(after_thinking(reply), self.prefilter.max_chars)
-        repeats = (
-            len(box) <= self.prefilter.max_chars and same(last, box) is True for last, box in pairwise(boxes)
-        )
+        boxes = boxed_answers(after_thinking(reply), MAX_CHARS)
+        repeats = (len(box) <= MAX_CHARS and same(last, box) is True for last, box in pairwise(boxes))
         return boxes[:1] + [box for box, again in zip(boxes[1:], repeats, strict=True) if not again]
 
 

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import comb, prod
 
 from rl4llm.rewards.quantities import number
 
+MAX_CHARS = 400
+MAX_DEPTH = 12
+MAX_DIGITS = 60
+MAX_EXPONENT_DIGITS = 4
+MAX_FACTORIAL_DIGITS = 2
+MAX_TOWER = 2
+MAX_POWER_OF_SUM = 30
+MAX_TERMS = 20_000
+MAX_DEGREE = 300
+MAX_POWERS = 40
+MAX_SUBSCRIPTS = 20
 _COSTLY = ("\\sum", "\\prod", "\\int", "\\lim", "\\binom", "\\choose", "\\mod", "\\bmod", "\\pmod")
 _LISTS = (",", ";", "or", "\\cup", "\\pm", "\\{", "=", "<", ">", "\\le", "\\ge", "\\in")
 _RELATES = re.compile(r"\\(?:approx|equiv)(?![A-Za-z])|\bor\b|\band\b")
@@ -33,70 +43,54 @@ _SCIENTIFIC = re.compile(r"\d\.?[eE][-+]?\d{4}")
 _HUGE_ARGUMENT = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])[^+=]{0,40}?\d\s?\^\s?\{?\s?(\d{3,})")
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilter:
-    """Limits of what a worker is asked to look at."""
+def refuse(answer: str, gold: str) -> str | None:
+    """Return why an answer is refused, None if it is not; what the trusted answer `gold` has is allowed."""
+    max_digits = max(MAX_DIGITS, 2 * _digits(gold))
+    max_degree = max([MAX_DEGREE, *(2 * int(power) for power in re.findall(r"\d{1,9}", gold))])
+    checks = {
+        f"more than {MAX_CHARS} characters": len(answer) > MAX_CHARS,
+        "characters that no answer has": bool(_STRANGE.search(answer)),
+        "braces that do not match": not _balanced(answer),
+        f"brackets nested more than {MAX_DEPTH} deep": _depth(answer) > MAX_DEPTH,
+        f"more than {max_digits} digits": _digits(answer) > max_digits,
+        "an astronomical power": any(map(_astronomical, _exponents(answer)))
+        or bool(_SCIENTIFIC.search(answer))
+        or _chained(answer) >= 10**MAX_EXPONENT_DIGITS,
+        "a tower of powers": _tower(answer) > max(MAX_TOWER, _tower(gold)),
+        "a large power of a sum": any(
+            int(power) > MAX_POWER_OF_SUM and power not in gold
+            for inside, power in _powers_of_brackets(answer)
+            if re.search(r"[+-]", inside.lstrip("({")[1:])
+        ),
+        "powers that expand to too many terms": _terms(answer, gold) > MAX_TERMS,
+        "a large power of a variable": _degree(answer) > max_degree,
+        f"more than {MAX_POWERS} powers": _plain(answer).count("^")
+        > max(MAX_POWERS, 2 * _plain(gold).count("^")),
+        "a trigonometric function of an astronomical number": any(
+            power not in gold for power in _HUGE_ARGUMENT.findall(answer)
+        ),
+        "a large root": any(index not in gold for index in re.findall(r"\\sqrt\[(\d{3,})", answer)),
+        f"more than {MAX_SUBSCRIPTS} subscripts": answer.count("_") > max(MAX_SUBSCRIPTS, gold.count("_")),
+        "a set where the order counts": _opens(gold) == "(" and _opens(answer) == "{",
+        "a factorial": "!" not in gold
+        and not all(
+            number.isalpha() or (number.isdigit() and len(number) <= MAX_FACTORIAL_DIGITS)
+            for number in _FACTORIAL.findall(answer.replace("\\!", ""))  # LaTeX's negative space
+        ),
+    }
+    reasons = [reason for reason, holds in checks.items() if holds]
+    reasons += [command for command in _COSTLY if command in answer and command not in gold]
+    if _INNER_EQUATION.search(answer) and not _INNER_EQUATION.search(gold):
+        reasons.append("an equation inside braces")
+    reasons += [f"more than one thing, by {mark!r}" for mark in _lists(answer, gold)]
+    return next(iter(reasons), None)
 
-    max_chars: int = 400
-    max_depth: int = 12
-    max_digits: int = 60
-    max_exponent_digits: int = 4
-    max_factorial_digits: int = 2
-    max_tower: int = 2
-    max_power_of_sum: int = 30
-    max_terms: int = 20_000
-    max_degree: int = 300
-    max_powers: int = 40
-    max_subscripts: int = 20
 
-    def refuse(self, answer: str, gold: str) -> str | None:
-        """Return why `answer` is refused, None if it is not."""
-        max_digits = max(self.max_digits, 2 * _digits(gold))
-        max_degree = max([self.max_degree, *(2 * int(power) for power in re.findall(r"\d{1,9}", gold))])
-        checks = {
-            f"more than {self.max_chars} characters": len(answer) > self.max_chars,
-            "characters that no answer has": bool(_STRANGE.search(answer)),
-            "braces that do not match": not _balanced(answer),
-            f"brackets nested more than {self.max_depth} deep": _depth(answer) > self.max_depth,
-            f"more than {max_digits} digits": _digits(answer) > max_digits,
-            "an astronomical power": any(self._astronomical(exponent) for exponent in _exponents(answer))
-            or bool(_SCIENTIFIC.search(answer))
-            or _chained(answer) >= 10**self.max_exponent_digits,
-            "a tower of powers": _tower(answer) > max(self.max_tower, _tower(gold)),
-            "a large power of a sum": any(
-                int(power) > self.max_power_of_sum and power not in gold
-                for inside, power in _powers_of_brackets(answer)
-                if re.search(r"[+-]", inside.lstrip("({")[1:])
-            ),
-            "powers that expand to too many terms": _terms(answer, gold) > self.max_terms,
-            "a large power of a variable": _degree(answer) > max_degree,
-            f"more than {self.max_powers} powers": _plain(answer).count("^")
-            > max(self.max_powers, 2 * _plain(gold).count("^")),
-            "a trigonometric function of an astronomical number": any(
-                power not in gold for power in _HUGE_ARGUMENT.findall(answer)
-            ),
-            "a large root": any(index not in gold for index in re.findall(r"\\sqrt\[(\d{3,})", answer)),
-            f"more than {self.max_subscripts} subscripts": answer.count("_")
-            > max(self.max_subscripts, gold.count("_")),
-            "a set where the order counts": _opens(gold) == "(" and _opens(answer) == "{",
-            "a factorial": "!" not in gold
-            and not all(
-                number.isalpha() or (number.isdigit() and len(number) <= self.max_factorial_digits)
-                for number in _FACTORIAL.findall(answer.replace("\\!", ""))  # LaTeX's negative space
-            ),
-        }
-        reasons = [reason for reason, holds in checks.items() if holds]
-        reasons += [command for command in _COSTLY if command in answer and command not in gold]
-        if _INNER_EQUATION.search(answer) and not _INNER_EQUATION.search(gold):
-            reasons.append("an equation inside braces")
-        reasons += [f"more than one thing, by {mark!r}" for mark in _lists(answer, gold)]
-        return next(iter(reasons), None)
-
-    def _astronomical(self, exponent: str) -> bool:
-        """Return whether a power with this exponent takes too long to compute."""
-        if re.search(rf"\d{{{self.max_exponent_digits + 1}}}", exponent.replace(",", "")):
-            return True
-        return ("^" in exponent or "!" in exponent) and not re.search("[A-Za-z]", _COMMAND.sub("", exponent))
+def _astronomical(exponent: str) -> bool:
+    """Return whether a power with this exponent takes too long to compute."""
+    if re.search(rf"\d{{{MAX_EXPONENT_DIGITS + 1}}}", exponent.replace(",", "")):
+        return True
+    return ("^" in exponent or "!" in exponent) and not re.search("[A-Za-z]", _COMMAND.sub("", exponent))
 
 
 def _lists(answer: str, gold: str) -> Iterator[str]:
