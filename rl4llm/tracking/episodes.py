@@ -39,10 +39,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.errors import DataError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import ChatMessage, Group, TokenSpan, TrainBatch, Trajectory, count_turns, images_of
-from rl4llm.tracking.tracker import read_jsonl
 
 LONG = ("messages", "ground_truth", "spans", "forks", "extras")
 """The fields of an episode that may be long; they come last, in this order."""
@@ -141,16 +139,6 @@ class TrainedTokens:
                 known = found.setdefault(id(span), note)
                 known.clipped = sorted({*known.clipped, *note.clipped})
         return found
-
-
-def read_episodes(path: Path) -> list[dict[str, Any]]:
-    """Return the episodes of a file or a directory of files, without a torn last line of a killed run."""
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not files or not files[0].exists():
-        raise DataError(
-            f"{path} has no episodes. Accepted: the episodes directory of a run, or a .jsonl file in it."
-        )
-    return [row for file in files for row in read_jsonl(file)]
 
 
 def told(groups: Sequence[Group], most: int = 8, longest: int = 4000) -> list[dict[str, str | float]]:

@@ -14,8 +14,9 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.rewards.combine import weighted_sum
 from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient
-from rl4llm.tracking.episodes import EpisodeLog, read_episodes
+from rl4llm.tracking.episodes import EpisodeLog
 from rl4llm.tracking.summary import summarize
+from rl4llm.tracking.tracker import read_jsonl
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>'
 
@@ -193,7 +194,7 @@ def test_failures_of_a_part_count_for_it_and_spare_the_others(mix, tmp_path):
     assert [call.session for call in client.calls].count("0/bad/0/0") == 2  # once more, from its seed
     log = EpisodeLog(tmp_path)
     log.log(1, result.groups, result.failed)
-    stored = read_episodes(tmp_path)
+    stored = read_jsonl(tmp_path / "step-000001.jsonl")
     assert [row["part"] for row in stored] == ["bad", "bad", "good", "good", "good", "good"]
     assert "the house is on fire" in stored[0]["failure"]
 

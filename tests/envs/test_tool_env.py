@@ -25,8 +25,9 @@ from rl4llm.extensions.toolbox.workspace import Workspace
 from rl4llm.rewards import as_reward_function
 from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
-from rl4llm.tracking.episodes import EpisodeLog, read_episodes
+from rl4llm.tracking.episodes import EpisodeLog
 from rl4llm.tracking.summary import summarize
+from rl4llm.tracking.tracker import read_jsonl
 
 
 def call(name, /, **arguments):
@@ -228,7 +229,7 @@ def test_an_answer_has_the_time_of_its_call_alone(play, tmp_path):
     turns = [call("nap", seconds=0.3) + call("nap", seconds=0.01) + call("nothing"), "done"]
     result, _, _ = play(turns, tools=[Slow()])
     EpisodeLog(tmp_path).log(1, result.groups)
-    (row,) = read_episodes(tmp_path)
+    (row,) = read_jsonl(tmp_path / "step-000001.jsonl")
     told = [message for message in row["messages"] if message["role"] == "tool"]
     long, short = (message["seconds"] for message in told[:2])
     assert long >= 0.3 and 0.01 <= short < 0.25 and "seconds" not in told[2]

@@ -8,7 +8,7 @@ from vowels import Vowels
 
 from rl4llm.api import DAPOTrainer
 from rl4llm.core.base_env import BaseRewardFunction
-from rl4llm.tracking.episodes import read_episodes
+from rl4llm.tracking.tracker import read_jsonl
 
 
 class SomeEqual(Vowels):
@@ -59,7 +59,7 @@ def run(model_dir, directory, reward, max_steps=2, **algorithm):
 
 
 def episodes(directory, step):
-    return list(read_episodes(directory / "episodes" / f"step-{step:06d}.jsonl"))
+    return read_jsonl(directory / "episodes" / f"step-{step:06d}.jsonl")
 
 
 @pytest.mark.parametrize("resampling_rounds", [0, 1, 3])

@@ -26,7 +26,7 @@ from rl4llm.core.errors import (
     TooManyFailuresError,
 )
 from rl4llm.core.types import WeightRef
-from rl4llm.tracking.episodes import read_episodes
+from rl4llm.tracking.tracker import read_jsonl
 from rl4llm.trainers.base_trainer import Schedule
 
 SMALL = {
@@ -161,7 +161,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(model_dir, tmp_pa
 def test_an_episodes_record_has_the_trainers_numbers(model_dir, tmp_path):
     trainer(model_dir, tmp_path, max_steps=2, training={"lr": 1e-2, "epochs": 3}).train()
     spans, weight, log = 0, 0.0, metrics(tmp_path)
-    for row in read_episodes(tmp_path / "episodes" / "step-000002.jsonl"):
+    for row in read_jsonl(tmp_path / "episodes" / "step-000002.jsonl"):
         for span in row["spans"]:
             if "weight" in span:
                 spans += 1
@@ -170,7 +170,7 @@ def test_an_episodes_record_has_the_trainers_numbers(model_dir, tmp_path):
                 assert span["advantages"] == pytest.approx([row["credit"]] * len(span["token_ids"]), abs=1e-5)
         assert row["credit"] == 0 or row["mismatch"] < 1e-5
     assert spans >= 8 and weight <= 1 + 1e-6  # those without a spread of rewards weigh, but do not train
-    rows = [row for step in (1, 2) for row in read_episodes(tmp_path / "episodes" / f"step-{step:06d}.jsonl")]
+    rows = [row for step in (1, 2) for row in read_jsonl(tmp_path / "episodes" / f"step-{step:06d}.jsonl")]
     clipped = any(span.get("clipped") for row in rows for span in row["spans"])
     assert clipped == (max(row["clip_fraction"] for row in log) > 0)
 

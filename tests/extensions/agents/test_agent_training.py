@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 
 from rl4llm.cli import main
-from rl4llm.tracking.episodes import read_episodes
+from rl4llm.tracking.tracker import read_jsonl
 
 ROOT = Path(__file__).parents[3]
 CONFIG, EXAMPLE = ROOT / "configs" / "agent_grpo.yaml", ROOT / "examples" / "agent.py"
@@ -32,7 +32,7 @@ def test_agent_config_trains_with_one_program_per_episode(model_dir, tmp_path, c
         assert row["trajectories"] == 4.0 and row["env/requests"] == 2.0 and row["env/forks"] == 1.0
         assert row["env/trained_tokens"] == row["env/generated_tokens"] == row["completion_length/mean"] > 0
         assert row["update/tokens"] == 4 * row["env/trained_tokens"] and row["mismatch/max"] < 1e-4
-    episodes = read_episodes(run / "episodes")
+    episodes = [row for step in (1, 2) for row in read_jsonl(run / "episodes" / f"step-{step:06d}.jsonl")]
     assert len(episodes) == 8 and all(len(episode["forks"]) == 1 for episode in episodes)
 
 

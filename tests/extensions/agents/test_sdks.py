@@ -12,7 +12,7 @@ from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
 from rl4llm.extensions.agents.env import AgentEnv
-from rl4llm.tracking.episodes import read_episodes
+from rl4llm.tracking.tracker import read_jsonl
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>'
 CALCULATOR = {
@@ -197,7 +197,9 @@ def test_every_sdk_trains_two_steps(model_dir, tmp_path, monkeypatch):
     assert [row["env/forks"] for row in rows] == [0, 0] and all(row["reward/std"] > 0.05 for row in rows)
     assert all(row["mismatch/max"] < 1e-4 and row["grad_norm"] > 0 for row in rows)
     assert all(row["env/trained_tokens"] == row["env/generated_tokens"] for row in rows)
-    episodes = read_episodes(tmp_path / "episodes")
+    episodes = [
+        row for step in (1, 2) for row in read_jsonl(tmp_path / "episodes" / f"step-{step:06d}.jsonl")
+    ]
     turns = [[episode["turns"] for episode in episodes if episode["step"] == step] for step in (1, 2)]
     assert turns == [[2, 2, 2, 2, 1, 1]] * 2
 
