@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -231,30 +231,14 @@ def _messages(line: bytes) -> Any:
 
 
 def _short(line: bytes) -> dict[str, Any]:
-    """Return the fields before the messages; for records of older versions, what can be computed from the whole line."""
+    """Return the fields before the messages."""
     end = line.find(SHORT_ENDS)
     if end > 0:
         try:
-            short = FINITE.decode(line[:end].decode() + "}")
-            if "turns" in short:
-                return short
+            return FINITE.decode(line[:end].decode() + "}")
         except ValueError:
             pass  # the name is inside a value
-    row = _parsed(line)
-    spans = row.get("spans")
-    spans = [span for span in spans if isinstance(span, dict)] if isinstance(spans, list) else []
-    authors = ["context", *(span.get("author") for span in spans)]
-    turns = sum(now == "policy" != before for before, now in pairwise(authors))
-    tokens = sum(len(span.get("token_ids") or ()) for span in spans if span.get("author") == "policy")
-    short = {
-        name: value
-        for name, value in row.items()
-        if not isinstance(value, dict | list) and name != "ground_truth"
-    }
-    return {"turns": turns, "tokens": tokens, **{k: None if v in NOT_FINITE else v for k, v in short.items()}}
-
-
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+    return {name: value for name, value in _parsed(line).items() if name in KNOWN}
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

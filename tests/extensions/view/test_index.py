@@ -103,33 +103,12 @@ def test_what_is_not_read_in_time_is_pending_and_read_later(tokenizer, tmp_path)
     assert column(index, "step") == [5] * 8 + [3] * 8 + [1] * 8
 
 
-def test_index_shows_old_records_and_damaged_lines(tmp_path):
-    spans = [
-        {"author": "context", "token_ids": [1]},
-        {"author": "policy", "token_ids": [2, 3], "logprobs": [-1, -1], "version": 0},
-        {"author": "policy", "token_ids": [4], "logprobs": [-1], "version": 1},
-    ]
-    old = {
-        "step": 7,
-        "prompt_id": "p",
-        "sample": 2,
-        "reward": 0.5,
-        "messages": [],
-        "spans": spans,
-        "credit": 0.1,
-    }
-    index = read(
-        file_of(tmp_path, json.dumps(old) + "\n", "no JSON\n", "[1]\n", "\n", line(), STRANGE, step=7).parent
-    )
-    assert (
-        column(index, "turns")[0] == 1
-        and column(index, "tokens")[0] == 3
-        and column(index, "reward")[0] == 0.5
-    )
-    assert column(index, "failure") == ["", "damaged", "damaged", "damaged", "", ""]
-    assert index.episode(1)["failure"]
-    assert index.search("hello") == ([4], True)
-    assert list(token_ids_of(index.episode(5))) == [7]
+def test_index_shows_damaged_lines(tmp_path):
+    index = read(file_of(tmp_path, "no JSON\n", "[1]\n", "\n", line(), STRANGE, step=7).parent)
+    assert column(index, "failure") == ["damaged", "damaged", "damaged", "", ""]
+    assert index.episode(0)["failure"]
+    assert index.search("hello") == ([3], True)
+    assert list(token_ids_of(index.episode(4))) == [7]
 
 
 def test_nonfinite_numbers_and_lone_surrogates_are_shown(tmp_path):
