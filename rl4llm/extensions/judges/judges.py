@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, Line, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError
@@ -15,8 +15,6 @@ from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.ask import as_list, as_number
 from rl4llm.rewards.callables import RewardLike, as_reward_function
 from rl4llm.runtime.runner import awaited
-
-Several = Literal["first", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,6 @@ class Winner(BaseJudge):
         name: name of the score in the logs.
         by: the reward that decides what is right; it scores each line as a whole reply.
         at_least: the lowest score of a right line.
-        several: who wins if several are right in the end: the "first" that was right and stayed so, or "all".
     """
 
     rewards_among_options = ("by",)
@@ -84,7 +81,6 @@ class Winner(BaseJudge):
         *,
         by: RewardLike = "math",
         at_least: float = 1.0,
-        several: Several = "first",
     ):
         super().__init__(name)
         self.by = as_reward_function(by)
@@ -94,7 +90,7 @@ class Winner(BaseJudge):
             )
         self.parts = (self.by,)
         self.score_timeout_s = self.by.score_timeout_s
-        self.at_least, self.several = at_least, several
+        self.at_least = at_least
 
     def judge(self, transcript: Sequence[Line], ground_truth: Any, **columns: Any) -> Any:
         return self.judge_all([Case(transcript, ground_truth, columns)])[0]
@@ -127,10 +123,8 @@ class Winner(BaseJudge):
                 None if as_number(score) < self.at_least else number if before is None else before
             )
         right = {role: number for role, number in since.items() if number is not None}
-        winners = sorted(right, key=right.__getitem__)
-        if self.several == "first":
-            winners = winners[:1]
-        return {role: float(role in winners) for role in since}
+        winner = min(right, key=right.__getitem__, default=None)
+        return {role: float(role == winner) for role in since}
 
 
 def _case(sample: SampleState) -> Case:

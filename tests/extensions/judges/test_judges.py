@@ -62,12 +62,6 @@ def test_who_is_right_in_the_end_and_has_been_the_longest_wins(said, expected):
     assert {sample.role: value for sample, value in zip(batch, found, strict=True)} == expected
 
 
-def test_winner_may_be_all_who_are_right_in_the_end():
-    reward = Winner(several="all")
-    assert score(samples(("pro", "Answer: 4"), ("con", "Answer: 4")), [reward]).reward.tolist() == [1.0, 1.0]
-    reward.close()
-
-
 def test_winner_scores_each_line_once():
     asked = []
 
@@ -115,15 +109,9 @@ def test_async_judge_judges_each_episode_once():
 
 
 def test_a_configuration_names_it_and_wrong_options_are_refused():
-    made = as_reward_function(
-        {"name": "winner", "by": {"name": "math", "extract": "answer"}, "several": "all"}
-    )
+    made = as_reward_function({"name": "winner", "by": {"name": "math", "extract": "answer"}})
     assert isinstance(made, BaseJudge)
     made.close()
-    with pytest.raises(
-        ConfigError, match=r"several='frist' is not accepted: first or all\. Did you mean 'first'"
-    ):
-        as_reward_function({"name": "winner", "several": "frist"})
     with pytest.raises(ConfigError, match="by='winner' is not accepted"):
         Winner(by=Winner())
     with pytest.raises(ConfigError, match="by='tool_use' is not accepted"):
