@@ -35,6 +35,7 @@ _EXAMPLES: tuple[Mapping[str, Any], ...] = (
     },
 )
 _EXAMPLE_TOLERANCE = 0.3
+MAX_ANSWER_CHARS = 20_000  # longer replies score 0.0 without being judged
 
 
 Scores = tuple[float, ...]
@@ -88,7 +89,6 @@ class LLMJudge(BaseRewardFunction):
         max_calls: maximum number of requests of this process, None for no limit; each rank has a separate budget.
         max_total_tokens: maximum number of tokens, read and written, that the server counts for this process.
         on_refusal: "lowest" for this rule, or "mask": every refused sample fails.
-        max_answer_chars: longer replies score 0.0 without being judged.
         cache: a file of verdicts that is read and extended, so that no answer is judged twice; None keeps them in memory.
     """
 
@@ -113,7 +113,6 @@ class LLMJudge(BaseRewardFunction):
         max_calls: int | None = None,
         max_total_tokens: int | None = None,
         on_refusal: Literal["lowest", "mask"] = "lowest",
-        max_answer_chars: int = 20_000,
         cache: str | None = None,
     ):
         super().__init__(name)
@@ -135,7 +134,6 @@ class LLMJudge(BaseRewardFunction):
         self.rubric = rubric
         self.needs_ground_truth = rubric == CORRECTNESS
         self.lowest, self.highest = lowest, highest
-        self.max_answer_chars = max_answer_chars
         self._refused: set[str] = set()  # keys of answers that the judge refused to read
         self._on_refusal = on_refusal
         self._shown = _EXAMPLES if examples is None and rubric == CORRECTNESS else examples or ()
@@ -187,8 +185,8 @@ class LLMJudge(BaseRewardFunction):
         note, longest = None, max((len(text) for _, text in case.lines), default=0)
         if not case.said.strip():
             note = "no_answer"
-        elif longest > self.max_answer_chars:
-            note = f"too_long: {longest} characters, accepted: {self.max_answer_chars}"
+        elif longest > MAX_ANSWER_CHARS:
+            note = f"too_long: {longest} characters, accepted: {MAX_ANSWER_CHARS}"
         if note:
             sample.extras.setdefault("reward_notes", {})[self.name] = note
             return (0.0,) * len(case.roles)

@@ -44,7 +44,6 @@ class CodeReward(BaseRewardFunction):
         wall_s: seconds for one call, one script or one statement of the tests.
         total_s: seconds for the whole program.
         memory_bytes: memory of each of its processes, and of all of them together, in bytes.
-        max_chars: longer code scores 0.0 without being run.
         try_solutions: whether the solution in each row (canonical_solution, solution, solutions, code) runs before the
             training, to leave out rows whose solution fails; without it, one runs when a program of its row fails.
         sandbox: where programs run; by default the strongest level that this machine supports.
@@ -64,7 +63,6 @@ class CodeReward(BaseRewardFunction):
         wall_s: float = 5.0,
         total_s: float = 20.0,
         memory_bytes: int = 512 * 1024**2,
-        max_chars: int = 100_000,
         try_solutions: bool = True,
         sandbox: ProgramRunner | None = None,
     ):
@@ -78,7 +76,7 @@ class CodeReward(BaseRewardFunction):
         self.syntax_weight = float(syntax_weight)
         self.format_weight = float(format_weight)
         limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
-        self.runner = CodeRunner(sandbox or Sandbox(), limits, max_chars)
+        self.runner = CodeRunner(sandbox or Sandbox(), limits)
         self.solutions = Solutions(self.runner.sandbox, limits)
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:

@@ -10,6 +10,8 @@ from rl4llm.extensions.sandbox import Limits, Outcome, ProgramRunner
 from rl4llm.extensions.sandbox.code_tests import code_in, program_of
 from rl4llm.extensions.sandbox.layouts import Tests
 
+MAX_CHARS = 100_000
+
 
 @dataclass(frozen=True, slots=True)
 class CodeRun:
@@ -22,23 +24,21 @@ class CodeRun:
 
 @dataclass(frozen=True, slots=True)
 class CodeRunner:
-    """Runs programs in `sandbox` within `limits`; code of more than `max_chars` characters is not run."""
+    """Runs programs in `sandbox` within `limits`; code of more than MAX_CHARS characters is not run."""
 
     sandbox: ProgramRunner
     limits: Limits
-    max_chars: int = 100_000
 
     def run(self, reply: str, tests: Tests | None, columns: Mapping[str, Any]) -> CodeRun:
         """Run the program in a reply, whose row has `columns`, against tests, or alone if there are none. It blocks."""
-        if len(reply) > 4 * self.max_chars:
+        if len(reply) > 4 * MAX_CHARS:
             return CodeRun(None, f"too_long: the reply has {len(reply)} characters")
         code, fenced = code_in(reply, columns.get("entry_point") or "")
         if not code.strip():
             return CodeRun(None, "no_code", fenced)
-        if len(code) > self.max_chars:
-            return CodeRun(
-                None, f"too_long: the code has {len(code)} characters, accepted are {self.max_chars}", fenced
-            )
+        if len(code) > MAX_CHARS:
+            why = f"too_long: the code has {len(code)} characters, accepted are {MAX_CHARS}"
+            return CodeRun(None, why, fenced)
         outcome = self.sandbox.run(program_of(code, tests, columns), self.limits)
         note = f"model_error: {outcome.reason}" if outcome.status == "model_error" else None
         return CodeRun(outcome, note, fenced)

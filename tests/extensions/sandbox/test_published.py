@@ -223,17 +223,9 @@ def test_a_row_whose_solution_fails_its_tests_is_named(sandbox):
 
 
 def test_changes_to_arguments_reach_the_tests(sandbox):
-    nested = (
-        "a = [[2, 1], {'k': [1]}, {1}]\nrow = a[0]\nf(a)\nassert a == [[1, 2], {'k': [1, 5]}, {1, 2}, 9]\n"
-    )
-    "assert row == [1, 2]"
+    nested = "a = [[2, 1], {'k': [1]}, {1}]\nf(a)\nassert a == [[1, 2], {'k': [1, 5]}, {1, 2}, 9]\n"
     program = "def f(a):\n    a[0].sort(); a[1]['k'].append(5); a[2].add(2)\n    {}"
-    assert (
-        outcome_of(
-            sandbox, program.format("a.append(9)"), nested.replace("\nassert row == [1, 2]", "")
-        ).status
-        == "ok"
-    )
+    assert outcome_of(sandbox, program.format("a.append(9)"), nested).status == "ok"
     same_length = nested.replace(", 9]", "]")
     assert outcome_of(sandbox, program.format("return len(a)"), same_length).status == "ok"
     assert outcome_of(sandbox, program.format("a[0].reverse()"), same_length).status == "wrong"
