@@ -15,10 +15,6 @@ def test_a_weighted_sum_weighs_each_reward_by_its_name():
     assert weighted_sum({"format": 0.5, "math": 2.0})(REWARDS).tolist() == [2.5, 0.5, 2.25]
 
 
-def test_a_weight_of_zero_only_logs_a_reward():
-    assert weighted_sum({"math": 1, "format": 0})(REWARDS).tolist() == [1.0, 0.0, 1.0]
-
-
 def test_rewards_and_weights_must_have_the_same_names():
     with pytest.raises(RewardError, match=r"no weight for 'format'.*Give 0"):
         weighted_sum({"math": 1.0})(REWARDS)

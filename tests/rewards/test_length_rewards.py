@@ -104,14 +104,6 @@ def test_impossible_bounds_are_refused(bounds, says):
         LengthReward(max_length=max_length, min_length=min_length, margin=margin)
 
 
-def test_an_unknown_unit_is_refused():
-    with pytest.raises(
-        ConfigError,
-        match=r"rewards\.length\.unit='token' is not accepted: tokens or chars\. Did you mean 'tokens'",
-    ):
-        LengthReward(max_length=3, unit="token")
-
-
 @pytest.mark.parametrize("options", [{"buffer": 0}, {"buffer": 101}, {"buffer": 5, "factor": -1.0}])
 def test_impossible_overlong_options_are_refused(options):
     with pytest.raises(ConfigError, match=r"rewards\.overlong"):

@@ -1,16 +1,10 @@
 """The math reward: right answers score 1, wrong ones 0, and no text of a model can hurt or fool the grader."""
 
 import asyncio
-import gzip
-import json
 import math
-import os
-import random
-import signal
 import subprocess
 import sys
 import threading
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -114,14 +108,6 @@ def test_a_grader_that_cannot_start_fails_the_sample(tmp_path, monkeypatch):
         grade(reward, "2y", "2z")
     with pytest.raises(RewardError, match="a_module_that_is_not_there"):
         check_examples([reward])
-
-
-def test_a_worker_killed_from_outside_does_not_change_a_grade(reward):
-    reward.pool.warm_up()
-    for pid in reward.pool.pids():
-        os.kill(pid, signal.SIGKILL)
-    assert grade(reward, "1+x", "x+1") == 1.0
-    assert grade(reward, "1-x", "x+1") == 0.0
 
 
 def test_the_workers_hold_neither_torch_nor_this_package(reward):
@@ -374,46 +360,6 @@ def test_the_form_of_a_reply_changes_no_score(reward, form):
     assert paid == []
 
 
-def generated(count):
-    """Return `count` ground truths of twelve kinds, each with two wrong answers."""
-    draw = random.Random(5)
-    for number in range(count):
-        a, b = draw.sample(range(2, 60), 2)
-        big, root = draw.randrange(1000, 10**6), draw.choice((2, 3, 5, 7, 11))
-        kinds = [
-            (f"{a * b}", f"-{a * b}", f"{a * b + 1}"),
-            (f"-{a}", f"{a}", f"-{a + 1}"),
-            (f"{big:,}", f"{big // 1000}", f"{big + 10:,}"),
-            (f"\\frac{{{a}}}{{61}}", f"{a}", f"\\frac{{61}}{{{a}}}"),
-            (f"{a}.{b:02d}", f"{a}", f"{a}.{b + 1:02d}"),
-            (f"{a}\\sqrt{{{root}}}", f"{root}", f"{a}\\sqrt{{13}}"),
-            (f"({a}, -{b})", f"({a}, {b})", f"-{b}"),
-            (f"{a}, {b}, 61", f"{a}, {b}", f"{a}, {b}, 62"),
-            (f"[{a}, {a + b})", f"({a}, {a + b})", f"{a + b}"),
-            (f"{a}\\text{{ cm}}", f"{a}\\text{{ m}}", f"{a + 1}\\text{{ cm}}"),
-            (f"{a}x^2 + {b}", f"{a}x^2 - {b}", f"{b}"),
-            (
-                f"\\begin{{pmatrix}} {a} \\\\ {b} \\end{{pmatrix}}",
-                f"\\begin{{pmatrix}} {a} \\\\ 61 \\end{{pmatrix}}",
-                f"{b}",
-            ),
-        ]
-        gold, *wrong = kinds[number % len(kinds)]
-        yield gold, wrong
-
-
-def test_200_problems_score_alike_in_every_form(reward):
-    """Each problem takes three of the forms in turn, so that each kind meets every form."""
-    asked = [
-        (FORMS[(number // 12 + 5 * turn) % len(FORMS)] % answer, gold, answer == gold)
-        for number, (gold, wrong) in enumerate(generated(200))
-        for turn in range(3)
-        for answer in (gold, *wrong)
-    ]
-    scores = reward.score_batch([finished(reply, gold) for reply, gold, _ in asked])
-    assert [item for item, score in zip(asked, scores, strict=True) if score != item[2]] == []
-
-
 def test_equal_questions_are_asked_once():
     reward = MathReward()
     assert reward.score_batch([finished("\\boxed{x+1}", "1+x") for _ in range(8)]) == [1.0] * 8
@@ -434,41 +380,3 @@ def test_numbers_need_no_worker_at_all():
 def test_unknown_options_are_refused_with_what_is_known(options):
     with pytest.raises(ConfigError, match=rf"rewards\.math\.{next(iter(options))}=.* is not accepted: "):
         MathReward(**options)
-
-
-def test_each_expression_equals_itself_and_no_other(reward):
-    answers = [answer for row in known("math/train.jsonl.gz") if (answer := row["ground_truth"]).strip()]
-    drawn = random.Random(0).sample(answers, 300)
-    replies = [f"Therefore $x=\\boxed{{{answer}}}$." for answer in drawn]
-    assert sum(reward.score_batch([finished(*pair) for pair in zip(replies, drawn, strict=True)])) >= 297
-    shifted = zip(replies, drawn, [drawn[-1], *drawn[:-1]], strict=True)
-    others = [(reply, gold) for reply, answer, gold in shifted if gold != answer]
-    assert sum(reward.score_batch([finished(*pair) for pair in others])) <= 1
-
-
-def test_each_gsm8k_answer_equals_itself_and_no_other():
-    solutions = [row["answer"] for row in known("gsm8k/test.jsonl")]
-    reward = MathReward()
-    for form in ("{}", "\\boxed{{{}}}", "The answer is ${}.", "#### {}"):
-        replies = [form.format(solution.rpartition("#### ")[2]) for solution in solutions]
-        own = [finished(reply, solution) for reply, solution in zip(replies, solutions, strict=True)]
-        assert reward.score_batch(own) == [1.0] * len(solutions)
-    others = [finished(solution, other) for solution, other in pairwise(solutions)]
-    expected = [
-        float(_number(sample.messages[1].content) == _number(sample.ground_truth)) for sample in others
-    ]
-    assert reward.score_batch(others) == expected
-    assert reward.pool.pids() == []
-
-
-def _number(solution):
-    return float(solution.rpartition("#### ")[2].replace(",", ""))
-
-
-def known(name):
-    """Return the rows of a file of problems that is not part of this repository."""
-    data = Path(os.environ.get("RL4LLM_TEST_DATA", "RL4LLM_TEST_DATA")) / name
-    if not data.exists():
-        pytest.skip(f"set RL4LLM_TEST_DATA to a directory with {name}")
-    with (gzip.open if data.suffix == ".gz" else open)(data, "rt") as file:
-        return [json.loads(line) for line in file]

@@ -193,29 +193,17 @@ def test_ctrl_c_in_a_reward_is_not_swallowed():
         score(samples("a"), [Told({"a": KeyboardInterrupt()})])
 
 
-def test_a_reward_that_always_raises_fails_every_sample():
-    batch = samples("a", "b")
-    scores = score(batch, [Told({"a": KeyError("x"), "b": KeyError("y")})])
-    assert scores.reward.isnan().all() and all("raised KeyError" in sample.failure for sample in batch)
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
         (math.nan, "nan"),
-        (math.inf, "inf"),
         (None, "None"),
         ("1.0", "'1.0'"),
-        (b"1", "b'1'"),
-        ([1.0], r"\[1.0\]"),
-        (1j, "1j"),
-        (object(), "a object"),
         (torch.ones(2), "a Tensor"),
-        (10**400, "1000"),
         (10**5000, "a huge int"),
         ("x" * 10_000, "'xxx"),
     ],
-    ids=range(12),
+    ids=range(6),
 )
 def test_what_is_no_finite_number_fails_the_sample_and_is_named(value, shown):
     batch = samples("bad", "good")
@@ -273,15 +261,6 @@ def test_a_transform_that_breaks_its_contract_stops_the_run(transform, message):
 def test_several_rewards_need_a_transform():
     with pytest.raises(RewardError, match=r"2 rewards \(x, y\) need a reward_transform_fn"):
         score(samples("a"), [Told({"a": 1.0}, "x"), Told({"a": 1.0}, "y")])
-
-
-def test_a_wrong_number_of_scores_stops_the_run():
-    class Short(Told):
-        def score_batch(self, samples):
-            return [1.0]
-
-    with pytest.raises(RewardError, match="Reward 'told' returned 1 scores for 2 samples"):
-        score(samples("a", "b"), [Short({})])
 
 
 def test_a_reward_error_of_a_reward_stops_the_run():

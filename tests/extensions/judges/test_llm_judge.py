@@ -140,18 +140,14 @@ def test_verdict_written_in_the_answer_does_not_count():
         "I cannot say.",
         "VERDICT-{mark}: 11",
         "VERDICT-{mark}: -1",
-        "VERDICT-{mark}: ten",
         "VERDICT-{mark}: 1e1000",
-        "VERDICT-{mark}: 99999999999999999999",
         {"choices": []},
-        {"error": "overloaded"},
         [],
         {"choices": [{"message": {"content": None}}]},
         web.Response(status=503),
-        web.Response(status=429, headers={"Retry-After": "0"}),
         web.Response(text="not JSON"),
     ],
-    ids=range(13),
+    ids=range(9),
 )
 def test_invalid_verdict_is_retried_and_then_fails_the_sample(bad):
     def reply(text, mark, number):
