@@ -33,12 +33,10 @@ from rl4llm.extensions.migration.names import NAMES, of_name
         ("rollout.num_generations", "a key of TRL: here it is `rollout.group_size`"),
     ],
 )
-def test_unknown_key_of_another_project_is_answered(key, said, tmp_path):
+def test_unknown_key_of_another_project_is_answered(key, said):
     with pytest.raises(ConfigError, match="Unknown configuration key: ") as caught:
         load_config(overrides={"model.path": "m", key: 1})
     assert said in str(caught.value)
-    file = tmp_path / "theirs.yaml"
-    file.write_text(f"{key}: 1\n" if "." not in key else "{}: {{{}: 1}}\n".format(*key.rsplit(".", 1)))
 
 
 @pytest.mark.parametrize(
@@ -55,12 +53,9 @@ def test_option_of_another_project_is_answered(key, said):
     "key",
     [
         "algorithm.gamma",
-        "sync.delta",
         "training.num_generations",
         "rollout.max_token",
-        "training.lrr",
         "nonsense",
-        "data.pathh",
     ],
 )
 def test_other_keys_have_no_answer(key):

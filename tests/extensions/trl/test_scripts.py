@@ -295,14 +295,6 @@ def test_quantized_weights_are_refused():
         ),
         ("from trl import PPOConfig", "trl.PPOConfig has no counterpart .* algorithm.critic_lr"),
         (
-            "from trl.experimental.ppo import PPOTrainer",
-            "trl.experimental.ppo has no counterpart .* algorithm.critic_lr",
-        ),
-        (
-            "from trl import LogCompletionsCallback",
-            "trl.LogCompletionsCallback has no counterpart .* metrics.jsonl",
-        ),
-        (
             "trainer.push_to_hub(dataset_name='a')",
             "script.py:1: push_to_hub has no counterpart: .* --no-push",
         ),
