@@ -91,6 +91,7 @@ def become(words: list[str], cwd: str, environ: dict[str, str], *files: str | in
     """Run a program in this process; `files` are its input, its output and its errors, as paths or descriptors."""
     for descriptor, file in enumerate(files):
         os.dup2(file if isinstance(file, int) else os.open(file, os.O_RDWR | os.O_CREAT), descriptor)
+    sys.stdin = open(0, closefd=False)  # multiprocessing has put another in its place
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None  # TMPDIR is read again
@@ -101,8 +102,10 @@ def become(words: list[str], cwd: str, environ: dict[str, str], *files: str | in
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(words[0]).resolve().parent))
-            sys.argv = words
-            runpy.run_path(words[0], run_name="__main__")
+            isolated = words[0] == "-P"  # without the file's directory
+            sys.argv = words[isolated:]
+            if not isolated:
+                sys.path.insert(0, str(Path(words[0]).resolve().parent))
+            runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # a forked process would end without

@@ -5,17 +5,21 @@
 
 The program runs in a fork of a process that has imported torch and transformers. What was started in its place is a small
 process that passes signals on and ends as the program ends; when it is killed, so is the program. Only `-m MODULE` and a
-file run like this. The program has the network and the files of the process that started it.
+file run like this. The program has the network and the files of the process that started it. `warm_of` does the same for the
+Python of another environment, which runs this file.
 """
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import os
 import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
@@ -26,7 +30,7 @@ STAND_IN = """#!{python} -SE
 import json, os, signal, socket, sys
 words = sys.argv[1 + (sys.argv[1:2] == ["-u"]) :]
 server = socket.socket(socket.AF_UNIX)
-if words[:1] != ["-m"] and words[0].startswith("-") or server.connect_ex({address!r}):
+if words[:1] not in (["-m"], ["-P"]) and words[0].startswith("-") or server.connect_ex({address!r}):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 asked = json.dumps([words, os.getcwd(), dict(os.environ)]).encode()
 socket.send_fds(server, [len(asked).to_bytes(4, "big")], [0, 1, 2])
@@ -45,31 +49,54 @@ sys.exit(code)
 @contextlib.contextmanager
 def warm(directory):
     """Yield the path of a Python; what still runs of its programs is killed in the end."""
-    address, stand_in = Path(directory, "warm.socket"), Path(directory, "python")
-    stand_in.write_text(STAND_IN.format(python=sys.executable, address=str(address)))
-    stand_in.chmod(0o755)
+    address, stand_in = _stand_in(directory, sys.executable)
     listens, ready = forks().Pipe(duplex=False)
-    process = forks().Process(target=_serve, args=(str(address), str(stand_in), ready))
+    process = forks().Process(target=_serve_children, args=(address, stand_in, ready))
     process.start()
     listens.recv_bytes()
     try:
-        yield str(stand_in)
+        yield stand_in
     finally:
         process.terminate()
         process.join()
 
 
-def _serve(address, stand_in, ready):
-    """Start what stand-ins ask for, until the tests end."""
+@contextlib.contextmanager
+def warm_of(python, directory, *imported):
+    """Yield the path of a Python whose programs start in the environment of `python` with some modules imported."""
+    address, stand_in = _stand_in(directory, python)
+    command = [python, __file__, address, *imported]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.read(1), f"{python} cannot import {imported}"
+        try:
+            yield stand_in
+        finally:
+            process.terminate()
+
+
+def _stand_in(directory, python):
+    """Return the address of a server, and the path of a program that asks it to run others."""
+    address, stand_in = Path(directory, "warm.socket"), Path(directory, "python")
+    stand_in.write_text(STAND_IN.format(python=python, address=str(address)))
+    stand_in.chmod(0o755)
+    return str(address), str(stand_in)
+
+
+def _serve_children(address, stand_in, ready):
     sys.executable = stand_in  # programs start others with it
+    _serve(address, lambda: ready.send_bytes(b""), parent_process().sentinel)
+
+
+def _serve(address, ready, parent):
+    """Start what stand-ins ask for, until the tests end, when `parent` can be read."""
     sys.stdout.reconfigure(write_through=True)
     listener, selector = socket.socket(socket.AF_UNIX), selectors.DefaultSelector()
     listener.bind(address)
     listener.listen()
     selector.register(listener, selectors.EVENT_READ, lambda: _start(listener, selector))
-    selector.register(parent_process().sentinel, selectors.EVENT_READ, sys.exit)
+    selector.register(parent, selectors.EVENT_READ, sys.exit)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
-    ready.send_bytes(b"")
+    ready()
     try:
         while True:
             for key, _ in selector.select():
@@ -128,3 +155,10 @@ def _enter_namespaces(pid):
         if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
             raise OSError(ctypes.get_errno(), "setns")
         os.close(descriptor)
+
+
+if __name__ == "__main__":
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    gc.freeze()
+    _serve(sys.argv[1], lambda: os.write(1, b"."), sys.stdin.fileno())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from played import played
 from small_run import SmallRun
+from warm_python import warm_of
 
 import rl4llm
 from rl4llm.cli import main
@@ -26,7 +27,7 @@ CALL = '<tool_call>\n{"name": "letter_toolset_count", "arguments": {"word": "aba
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory):
+def real_python(tmp_path_factory):
     """verifiers' Python, in a directory where the tasks are."""
     chosen = os.environ.get("RL4LLM_VERIFIERS_PYTHON")
     if not chosen:
@@ -37,6 +38,20 @@ def python(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         yield chosen
+
+
+@pytest.fixture(scope="module")
+def python(real_python, tmp_path_factory):
+    """Return verifiers' Python, which has imported it."""
+    imported = (
+        "mcp",
+        "openai",
+        "verifiers.v1.clients",
+        "verifiers.v1.harnesses.null",
+        "verifiers.v1.utils.loaders",
+    )
+    with warm_of(real_python, tmp_path_factory.mktemp("warm"), *imported) as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
@@ -182,12 +197,12 @@ def test_a_set_of_few_tasks_names_the_way_out(tmp_path, split, way):
         verifiers_prompts(split, task=TASK, python=str(no_tasks))
 
 
-def test_a_configuration_trains_on_tasks_of_verifiers(model_dir, tmp_path, python):
+def test_a_configuration_trains_on_tasks_of_verifiers(model_dir, tmp_path, real_python):
     small = SmallRun.at(tmp_path, model_dir)
     env = [
         "env.name=verifiers",
         f"env.task={TASK}",
-        f"env.python={python}",
+        f"env.python={real_python}",
         "env.processes=2",
         "data.path=null",
     ]

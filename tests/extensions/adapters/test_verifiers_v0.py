@@ -11,6 +11,7 @@ import pytest
 from played import played
 from small_run import SmallRun
 from test_verifiers import CALL, Remembering
+from warm_python import warm_of
 
 from rl4llm.cli import main
 from rl4llm.core.errors import ConfigError
@@ -33,13 +34,21 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def python(folder):
+def real_python(folder):
     chosen = os.environ.get("RL4LLM_VERIFIERS_V0_PYTHON")
     if not chosen:
         pytest.skip(
             "RL4LLM_VERIFIERS_V0_PYTHON does not name the Python of an environment with verifiers before 0.4"
         )
     return chosen
+
+
+@pytest.fixture(scope="module")
+def python(real_python, tmp_path_factory):
+    """Return verifiers' Python, which has imported it."""
+    imported = "datasets", "openai", "verifiers.clients", "verifiers.envs.singleturn_env", "verifiers.errors"
+    with warm_of(real_python, tmp_path_factory.mktemp("warm"), *imported) as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +150,9 @@ def test_old_environments_need_an_old_verifiers(folder):
         verifiers_prompts("train", 2, task=TASK, python=sys.executable)
 
 
-def test_a_configuration_trains_on_old_verifiers(model_dir, tmp_path, python):
+def test_a_configuration_trains_on_old_verifiers(model_dir, tmp_path, real_python):
     small = SmallRun.at(tmp_path, model_dir)
-    env = ["env.name=verifiers", f"env.task={TASK}", f"env.python={python}", "env.options={kind: sums}"]
+    env = ["env.name=verifiers", f"env.task={TASK}", f"env.python={real_python}", "env.options={kind: sums}"]
     run = ["env.processes=2", "data.path=null", "rewards=null", "rollout.prompts=1", "max_steps=1"]
     assert main(["train", *small.into("run", *env, *run)]) == 0
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
