@@ -91,7 +91,7 @@ def become(words: list[str], cwd: str, environ: dict[str, str], *files: str | in
     """Run a program in this process; `files` are its input, its output and its errors, as paths or descriptors."""
     for descriptor, file in enumerate(files):
         os.dup2(file if isinstance(file, int) else os.open(file, os.O_RDWR | os.O_CREAT), descriptor)
-    sys.stdin = open(0, closefd=False)  # multiprocessing has put another in its place
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put another in its place
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None  # TMPDIR is read again
