@@ -201,7 +201,7 @@ def sglang_python():
 
 @pytest.fixture(scope="module")
 def sglang_url(model_dir, sglang_python):
-    """Start a real SGLang server with the small model, for the tests of one file; it keeps a core busy even when idle."""
+    """Start a real SGLang server with the small model, for the tests of one file."""
     from rl4llm.extensions.servers.launch import launch
 
     adapters = ["--enable-lora", "--max-lora-rank", "16", "--lora-target-modules", "all"]

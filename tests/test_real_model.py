@@ -23,11 +23,10 @@ from rl4llm.sync.verify import Canary
 
 ROOT = Path(__file__).parent.parent
 QUICK = (
-    "eval.every=0", "rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=16", "training.warmup_steps=0",
+    "eval.every=0", "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=16", "training.warmup_steps=0",
     "checkpoint.every=0", "max_steps=2", "tracking.tensorboard=false",
     "rewards=[{name: length, unit: chars, max_length: 1, margin: 100}]",
 )  # fmt: skip
-PAIRS = "rollout.group_size=2"  # enough where a tolerance is far from what is measured
 
 
 def run(*arguments):
@@ -89,12 +88,6 @@ def test_engine_and_trainer_agree_in_float32(whole):
     assert max(mismatches(whole)) < 1e-5
 
 
-def test_engine_and_trainer_agree_in_bf16(sums, tmp_path):
-    """Two forwards of the model, in bf16, differ by 0.033 nats on average."""
-    run("train", *sums, *QUICK, PAIRS, "model.autocast=bfloat16", f"output.dir={tmp_path}")
-    assert 1e-3 < max(mismatches(tmp_path)) < 0.1
-
-
 def test_bf16_rounding_is_no_stale_engine_swapped_layers_are(model):
     """Two forwards may agree on the first weights, where their kernels are the same, and round apart later."""
     loaded, tokenizer = load_model(model), load_tokenizer(model)
@@ -150,12 +143,14 @@ def test_an_exported_model_loads_in_plain_transformers(whole, model, tmp_path):
     assert tokenizer.decode(likeliest) == " Paris"
 
 
+@pytest.mark.sweep  # tests/extensions/servers/test_sglang.py trains small models through it
 @pytest.mark.sglang
-def test_two_steps_through_a_real_sglang_agree(sglang_python, model, sums, tmp_path):
+def test_two_steps_through_a_real_sglang_agree(sglang_python, model, sums, tmp_path, monkeypatch):
     from rl4llm.extensions.servers.launch import launch
 
+    monkeypatch.delenv("PYTHONPATH")  # which has short_start: this server starts as it does for users
     flags = ["--model-path", str(model), "--port", "0", "--dtype", "float32"]
     with launch("sglang", flags, python=sglang_python, cpu=True, ready_within_s=600) as server:
         through = ("inference.name=sglang", f"inference.url={server.url}")
-        run("train", *sums, *QUICK, PAIRS, *through, f"output.dir={tmp_path / 'run'}")
+        run("train", *sums, *QUICK, *through, f"output.dir={tmp_path / 'run'}")
     assert max(mismatches(tmp_path / "run")) < 3e-5  # measured: 1.2e-5 and less
