@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_python import warm_of
 
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.backends.source_form import save_tokenizer
@@ -133,26 +134,40 @@ def test_tokenizer_files_change_only_where_the_tokenizer_does(old, tmp_path):
     assert load_tokenizer(tmp_path / "saved").convert_tokens_to_ids("<new>") == len(other) - 1
 
 
+@pytest.fixture(scope="module")
+def transformers4(python_of, tmp_path_factory):
+    """Return transformers4(code, *words): what a program prints there."""
+    directory = tmp_path_factory.mktemp("warm")
+    imported = "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"
+    with warm_of(python_of("transformers4"), directory, *imported) as python:
+
+        def run(code, *words):
+            (directory / "program.py").write_text(code)
+            command = [python, directory / "program.py", *map(str, words)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        yield run
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_4_reads_what_became_of_its_model(kind, tokenizer, tmp_path, python_of):
-    python, source = python_of("transformers4"), tmp_path / "source"
+def test_transformers_4_reads_what_became_of_its_model(kind, tokenizer, tmp_path, transformers4):
+    source = tmp_path / "source"
     source.mkdir()
     tokenizer.backend_tokenizer.save(str(source / "given.json"))
     (source / "given.jinja").write_text(tokenizer.chat_template)
 
-    def run(*words):
-        done = subprocess.run([python, "-c", *map(str, words)], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    run(WRITE, source, kind, json.dumps(SIZES | KINDS[kind]))
+    transformers4(WRITE, source, kind, json.dumps(SIZES | KINDS[kind]))
     model, own = load_model(source, device="cpu"), load_tokenizer(source)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
         expected = model(torch.arange(5, 45)[None]).logits.log_softmax(-1)[0, :, ::17]
     for directory in written(TorchBackend(model), own, tmp_path):
-        logprobs, token_ids, chat, pad = json.loads(run(READ, directory, TEXT, json.dumps(CONVERSATION)))
+        logprobs, token_ids, chat, pad = json.loads(
+            transformers4(READ, directory, TEXT, json.dumps(CONVERSATION))
+        )
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
         assert token_ids == own(TEXT).input_ids
         assert (chat, pad) == (own.apply_chat_template(CONVERSATION, tokenize=False), own.pad_token)
