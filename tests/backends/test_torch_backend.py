@@ -418,14 +418,14 @@ def test_a_gradient_that_is_not_finite_skips_the_step(build, trajectories):
 
 
 def test_bf16_weights_add_up_micro_batches_in_fp32(build, trajectories):
-    """In bf16 the sum of equal numbers stops at 256 times the first."""
+    """In bf16 a sum of equal numbers is off by more than this after a few of them."""
     backend, batch = backend_of(build(), dtype="bfloat16"), packed(trajectories)[0]
     backend.forward_backward(batch, policy_gradient)
     once = {name: item.grad.clone() for name, item in backend.stepped.items()}
-    for _ in range(299):
+    for _ in range(29):
         backend.forward_backward(batch, policy_gradient)
     for name, item in backend.stepped.items():
-        torch.testing.assert_close(item.grad, 300 * once[name], rtol=1e-4, atol=0)
+        torch.testing.assert_close(item.grad, 30 * once[name], rtol=1e-4, atol=0)
     assert all(parameter.grad is None for parameter in backend.model.parameters())
 
 

@@ -299,15 +299,15 @@ def test_online_dpo_raises_the_reward_of_an_environment(model_dir, tmp_path):
 
 
 def test_a_reward_model_ranks_new_pairs_and_teaches_a_policy(model_dir, tmp_path):
-    options = {"rollout": {"prompts": 16}, "training": {"lr": 3e-3}, "max_steps": 50}
-    options |= {"eval": {"every": 50}, "eval_dataset": pairs(128, 1)}
-    make(RewardTrainer, model_dir, pairs(800, 0), tmp_path / "rm", **options).train()
+    options = {"rollout": {"prompts": 16}, "training": {"lr": 5e-3}, "max_steps": 30}
+    options |= {"eval": {"every": 30}, "eval_dataset": pairs(128, 1)}
+    make(RewardTrainer, model_dir, pairs(480, 0), tmp_path / "rm", **options).train()
     assert column(tmp_path / "rm", "rm/accuracy", "eval.jsonl")[-1] > 0.9
 
     rewards = [{"name": "reward_model", "path": str(tmp_path / "rm")}, Vowels()]  # the second is only watched
     transform = weighted_sum({"reward_model": 1.0, "vowels": 0.0})
     rollout = {"prompts": 4, "group_size": 16, "max_tokens": 8}
-    options = {"rollout": rollout, "max_steps": 25, "training": {"lr": 6e-3}}
+    options = {"rollout": rollout, "max_steps": 18, "training": {"lr": 8e-3}}
     options |= {"reward_functions": rewards, "reward_transform_fn": transform}
     make(GRPOTrainer, model_dir, prompts(), tmp_path / "grpo", **options).train()
     learned, seen = (column(tmp_path / "grpo", f"reward/{name}") for name in ("reward_model", "vowels"))
