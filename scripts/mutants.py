@@ -359,6 +359,8 @@ SYNC = _of(
 SERVERS = _of(
     "extensions/servers",
     "tests/extensions/servers",
+    ("busy_server", "../../inference/local.py", "TURNS = 4", "TURNS = 1",
+     "test_embedded.py::test_a_busy_server_answers_between_two_steps"),
     ("version_read_back", "sync/filesystem.py", "        self._store.verify(weight_ref)\n", "",
      "test_filesystem.py::test_a_version_that_does_not_read_back_reaches_no_server"),
     ("finite_weights", "sync/store.py", "torch.isfinite(low) and torch.isfinite(high)", "torch.isfinite(low)",

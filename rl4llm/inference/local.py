@@ -21,6 +21,7 @@ from rl4llm.inference.embedded.rows import PREFILL_TOKENS, Request
 from rl4llm.inference.paths import Path
 
 MAX_ROWS = 256  # that decode at once
+TURNS = 4  # of the event loop between two steps, as many as a server takes from the bytes of a request to its answer
 GRAPHS = "CUDA graphs (estimate)"
 
 
@@ -251,7 +252,8 @@ class LocalClient(BaseClient):
                     raise EngineError(f"Requests waited {self._stall_timeout_s:g} s: {reason}.") from None
                 continue
             self._deliver(self._engine.step())
-            await asyncio.sleep(0)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
         self._engine.drop_cancelled()
         self._engine.rest()
 

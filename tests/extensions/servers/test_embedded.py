@@ -1,6 +1,7 @@
 """The embedded engine as a server: what it samples, which weights it holds, and what it refuses."""
 
 import asyncio
+import contextlib
 import copy
 import json
 import os
@@ -9,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from http.client import HTTPConnection
 
 import openai
 import psutil
 import pytest
 import torch
+from aiohttp import web
 from embedded_server import embedded_server
 from kept_cache import by_parts
 from safetensors.torch import load_file, save_file
@@ -27,6 +30,9 @@ from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.embedded import EmbeddedClient
+from rl4llm.extensions.servers.embedded.server import EmbeddedServer
+from rl4llm.extensions.servers.fleet.fleet import FleetClient
+from rl4llm.extensions.servers.fleet.member import FleetLimits
 from rl4llm.extensions.servers.server_command import server_command
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
@@ -298,6 +304,64 @@ def test_bad_requests_are_refused_by_name(play, name):
         await client.generate(PROMPT, SAMPLED)
 
     play(scene)
+
+
+def test_all_requests_of_a_load_find_the_server_paused(play, backend, tmp_path):
+    async def scene(client):
+        fleet, fetch, asked = (
+            FleetClient([client], limits=FleetLimits(check_every_s=600)),
+            client.http._fetch,
+            [],
+        )
+        publisher = FilesystemPublisher(fleet, WeightStore(tmp_path))
+        await publisher.publish(backend, 1)
+
+        def recorded(method, path, *rest):
+            asked.append(path)
+            return fetch(method, path, *rest)
+
+        client.http._fetch = recorded
+        await publisher.publish(backend, 2)
+        await fleet.disconnect()
+        first, *between, last = asked
+        assert (first, last) == ("/pause_generation", "/continue_generation")
+        assert {"/update_weights_from_disk", "/weights_checker"} < set(between)
+
+    play(scene)
+
+
+def test_a_busy_server_answers_between_two_steps(model, tokenizer):
+    """Count the steps that requests on an open connection wait for: those under way as they are sent and as they arrive."""
+    client, taken, waited = LocalClient(load_model(model), tokenizer), [], []
+    step = client._engine.step
+
+    def slow():
+        time.sleep(0.02)
+        taken.append(1)
+        return step()
+
+    def ask(port):
+        with contextlib.closing(HTTPConnection("127.0.0.1", port)) as connection:
+            for _ in range(10):
+                before = len(taken)
+                connection.request("GET", "/model_info")
+                connection.getresponse().read()
+                waited.append(len(taken) - before)
+
+    async def scene():
+        runner = web.AppRunner(EmbeddedServer(model, tokenizer, client, "m", "m").application())
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", free_port("127.0.0.1"))
+        await site.start()
+        playing = asyncio.create_task(client.generate(PROMPT, LONG))
+        await asyncio.to_thread(ask, site.port)
+        assert not playing.done()
+        playing.cancel()
+        await runner.cleanup()
+
+    client._engine.step = slow
+    asyncio.run(scene())
+    assert min(waited) <= 2
 
 
 def damaged(kind, directory):

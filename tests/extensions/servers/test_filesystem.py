@@ -75,7 +75,7 @@ def test_a_version_that_does_not_read_back_reaches_no_server(play, backend, harm
                 harm(self.root / "v000002" / FILE)
                 return weight_ref
 
-        calls, digest = dict(server.calls), await client.checksum()
+        digest, calls = await client.checksum(), dict(server.calls)
         publisher._store.__class__ = Bad
         with pytest.raises(WeightsError, match=r"Version 2 .* is damaged: .* No server was asked to load it"):
             await publisher.publish(backend, 2)

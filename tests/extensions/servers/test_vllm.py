@@ -430,14 +430,14 @@ def test_full_weights_load_while_paused_with_an_empty_cache(tokenizer):
     asked = [body.get("method", path) for path, body in server.asked]
     assert asked == [
         "rl4llm_state",
-        "rl4llm_state",
         "/pause?mode=keep",
+        "rl4llm_state",
         "rl4llm_state",
         "rl4llm_load",
         "/pause?mode=abort",
         "/reset_prefix_cache",
-        "/wake_up?tags=scheduling",
         "rl4llm_state",
+        "/wake_up?tags=scheduling",
     ]
     assert server.bodies("/collective_rpc")[3] == {
         "method": "rl4llm_load",

@@ -76,6 +76,7 @@ class AdaptingClient(ServerClient):
         async with self._loading:
             await self.check_awake()
             await self._load_adapter(weight_ref)
+            self.digest = await self.checksum()
 
     async def sample_from_model(self) -> None:
         """Name no adapter in later requests: the model itself has new weights."""

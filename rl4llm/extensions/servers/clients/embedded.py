@@ -55,6 +55,12 @@ class EmbeddedClient(SGLangClient):
             )
         return answer, adapter
 
+    async def lacks_weights(self) -> bool:
+        return False
+
+    async def health(self) -> dict[str, Any]:
+        return await self.http.get("/health", deadline_s=30)
+
     async def _check_saver(self) -> None:
         raise ConfigError(
             "inference.cohost=true is not accepted with inference.name=embedded, whose servers keep their memory. Accepted: "

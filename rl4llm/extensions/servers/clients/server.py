@@ -133,6 +133,7 @@ class ServerClient(BaseClient):
         self.names = RequestNames()
         self.vision: Vision | None = None  # what the model makes of images; set for runs with any
         self.weights_name = secrets.token_hex(8)  # of what the server holds, new after each load
+        self.digest: str | None = None  # `checksum` after the last load
         self.together = Together()  # a fleet has one for all its clients
         self._loading = asyncio.Lock()
 
@@ -235,13 +236,6 @@ class ServerClient(BaseClient):
     async def health(self) -> dict[str, Any]:
         """Return what the server reports about itself; raise EngineError if it cannot serve."""
 
-    async def _check_held(self, weight_ref: WeightRef) -> None:
-        if (version := await self.version()) != weight_ref.version:
-            raise UnreachableError(
-                f"{self.base_url} holds version {version} of the weights; the first rank has not yet published version "
-                f"{weight_ref.version} to it."
-            )
-
     async def flush(self) -> None:
         """Forget the prefix cache."""
 
@@ -264,40 +258,46 @@ class ServerClient(BaseClient):
     async def load(self, weight_ref: WeightRef) -> None:
         """Pause, load, resume in any case, and read back the version; raise EngineError if the server holds another one."""
         if weight_ref.held:
-            await self._check_held(weight_ref)
-            self.weights_name = secrets.token_hex(8)
+            if (version := await self.version()) != weight_ref.version:
+                raise UnreachableError(
+                    f"{self.base_url} holds version {version}; the first rank has not yet published {weight_ref.version}."
+                )
+            self.weights_name, self.digest = secrets.token_hex(8), await self.checksum()
             return
         async with self._loading:
-            before = await self.version()
             await self.check_awake()
             seen_by = time.monotonic() + self._visible_within_s
             for number in itertools.count():
-                problem = await self._replace_weights(weight_ref)
-                version = await self.version()
+                before, problem, version = await self._replace_weights(weight_ref)
                 unseen = isinstance(problem, RefusedError) and self.UNSEEN in str(problem)
                 if version != before or not unseen or time.monotonic() > seen_by:
                     break
                 await asyncio.sleep(self.retry.wait_s(number))
         if version != weight_ref.version or (problem and before == version):
-            source = weight_ref.path or "the trainer"
             raise EngineError(
-                f"{self.base_url} was asked to load version {weight_ref.version} from {source}, but holds version "
-                f"{version}. {problem or 'It reported success.'} Look for the reason in the server's log."
+                f"{self.base_url} was asked to load version {weight_ref.version} from {weight_ref.path or 'the trainer'}, "
+                f"but holds version {version}. {problem or 'It reported success.'} Look for the reason in the server's log."
             ) from problem
 
-    async def _replace_weights(self, weight_ref: WeightRef) -> EngineError | None:
-        """Return the error, if any; a server that reports an error may hold the new weights nevertheless."""
+    async def _replace_weights(self, weight_ref: WeightRef) -> tuple[int, EngineError | None, int]:
+        """Return the version before, the error, if any, and the version after: it may be the new one in spite of an error.
+
+        The pause comes first, since a busy server may answer no request before the end of a step.
+        """
         try:
             await self.pause()
+            before = await self.version()
+            problem: EngineError | None = None
             try:
                 await self.load_weights(weight_ref)
             except EngineError as error:
+                problem = error
                 try:
                     await self.flush()  # the cache may be that of the old weights
                 except EngineError as second:
                     raise type(second)(f"{second} (while recovering from a failed load: {error})") from error
-                return error
-            return None
+            version, self.digest = await self.version(), await self.checksum()
+            return before, problem, version
         finally:
             self.weights_name = secrets.token_hex(8)
             await self.retry.run(lambda _: self.resume())

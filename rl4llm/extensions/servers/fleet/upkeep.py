@@ -118,7 +118,7 @@ class Upkeep:
         async with member.lock:
             try:
                 await member.client.load(weight_ref)
-                member.checksum = await member.client.checksum()
+                member.checksum = member.client.digest
             except EngineError as error:
                 self.leave(member, str(error), move=True)
                 return error
