@@ -299,15 +299,15 @@ def summarize_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_mismatch(
-    metrics: Mapping[str, float], stop_above: float | None, canary: Canary | None = None
+    metrics: Mapping[str, float], stop_above: float | None, apart: float | None = None
 ) -> None:
     """Raise MismatchError if the mean difference in nats exceeds `stop_above`.
 
-    It is that of the canary's tokens in a step that measured no other ones, such as one that trains on old tokens only.
+    In a step that measured none, such as one that trains on old tokens only, it is that of the canary's tokens, `apart`.
     """
     mean, tokens = metrics.get(PREFIX + "mean"), f"largest {metrics.get(PREFIX + 'max', 0.0):.3g}"
     if mean is None:
-        mean, tokens = (canary and canary.apart) or 0.0, "of the canary's tokens"
+        mean, tokens = apart or 0.0, "of the canary's tokens"
     if stop_above is not None and not mean <= stop_above:
         raise MismatchError(
             f"Log-probs of engine and trainer differ by {mean:.3g} nats on average, more than mismatch.stop_above="

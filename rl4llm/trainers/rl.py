@@ -147,7 +147,7 @@ class RLTrainer(BaseTrainer[RLStep]):
             metrics = summarize_mismatch(metrics)
             canary = self.inference.canary
             old_only = self.staleness.limit and not step.moved
-            check_mismatch(metrics, self.inference.stop_above, canary if old_only else None)
+            check_mismatch(metrics, self.inference.stop_above, canary.apart if canary and old_only else None)
             if canary and not self._warned and (warning := mismatch_warning(metrics, canary.bound)):
                 self._warned = True
                 self.warn(f"Step {self.step + 1}: {warning}")

@@ -312,12 +312,13 @@ class SlowOnOne(TwoTurns):
 
 
 def trained_ahead(ranks, model_dir, directory, options):
-    """Return the steps and the weights after a run whose episodes may begin before the step that trains them."""
+    """Return steps, weights and the canary's mismatch after a run whose episodes may begin before their step."""
     run = trainer(
         ranks, model_dir, directory, ALGORITHMS["grpo"], {"name": "torch"}, env_class=SlowOnOne, **options
     )
     ended = run.train().trainer
-    return ended.step, torch.cat([tensor.flatten() for _, tensor in ended.backend.weights()])
+    weights = torch.cat([tensor.flatten() for _, tensor in ended.backend.weights()])
+    return ended.step, weights, ended.inference.canary.apart
 
 
 def test_ranks_train_the_same_draws_ahead_of_a_slow_one(on_ranks, model_dir, tokenizer, tmp_path):
@@ -330,10 +331,10 @@ def test_ranks_train_the_same_draws_ahead_of_a_slow_one(on_ranks, model_dir, tok
                 "deterministic": False, "eval.every": 0, "max_steps": 5, "tracking.episodes_every": 1,
                 "tracking.episodes_per_step": 100,
             }  # fmt: skip
-            (steps, weights), (others, same) = on_ranks(
+            (steps, weights, apart), (others, same, shared) = on_ranks(
                 trained_ahead, model_dir, tmp_path / str(bound), options
             )
-        assert steps == others == 5 and torch.equal(weights, same)
+        assert steps == others == 5 and torch.equal(weights, same) and apart == shared > 0
         files = sorted((tmp_path / str(bound) / "episodes").glob("step-*.jsonl"))
         rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         played[bound] = [sorted((row["prompt_id"], row["sample"]) for row in step) for step in rows]

@@ -411,10 +411,12 @@ def test_every_prompt_trains_once_and_within_the_bound(trainer, tmp_path, algori
     assert all(0 < row["mismatch/canary"] < 1e-4 for row in steps_of(tmp_path / "run"))
 
 
-def test_old_tokens_hide_no_mismatch(trainer, monkeypatch):
-    """Where a step trains old tokens only, the canary's stop a run whose engine computes something else."""
-    monkeypatch.setattr("rl4llm.trainers.rl.token_mismatch", lambda *_: {})
-    made = trainer("run", mismatch={"stop_above": 0.01})
+def test_old_tokens_hide_no_mismatch(trainer, tmp_path):
+    """Where a step trains old tokens only, the canary's stop a run whose engine computes something else.
+
+    In the first step all tokens are new; its later updates measure nothing, since the weights have moved.
+    """
+    made = trainer("run", mismatch={"stop_above": 0.01}, training={"updates_per_rollout": 2, "lr": 3e-3})
     compare = made.trainer.inference.canary.compare
 
     async def compare_far_apart(*given):
@@ -424,6 +426,16 @@ def test_old_tokens_hide_no_mismatch(trainer, monkeypatch):
     made.trainer.inference.canary.compare = compare_far_apart
     with pytest.raises(MismatchError, match=r"0\.02 nats .*of the canary's tokens"):
         made.train()
+    assert len(steps_of(tmp_path / "run")) == 1
+
+
+def test_a_moving_reference_counts_steps_and_not_draws(trainer, tmp_path):
+    algorithm = {"name": "grpo", "kl_coef": 0.1, "reference_every": 2}
+    trainer("run", algorithm=algorithm, max_steps=5, **{"checkpoint.every": 0}).train()
+    rows = steps_of(tmp_path / "run")
+    assert rows[2]["staleness"] == 1  # drawn before the reference moved
+    still = [row["kl"] == pytest.approx(0, abs=1e-6) for row in rows]
+    assert still == [True, False, True, False, True]
 
 
 def test_dropped_groups_are_replaced_in_the_order_of_draws(trainer, tmp_path):
