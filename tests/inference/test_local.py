@@ -610,11 +610,13 @@ def test_no_step_on_a_cpu_computes_many_prompts(build, tokenizer, monkeypatch):
         engine.waiting.append(engine.request(prompt, SAMPLED.replace(max_tokens=9), ""))
     for _ in range(2):  # a group that starts although its prompt is longer
         engine.waiting.append(engine.request([12] * 90, SAMPLED, ""))
-    waiting = []
+    waiting, places = [], set()
     while engine.waiting:
         engine.step()
         waiting.append(len(engine.waiting))
+        places.add(engine._cache.rows)
     assert waiting == [14, 12, 10, 2, 0]  # the group of eight counts once
+    assert places == {16}  # the cache grows once for all
 
 
 def test_a_cancelled_request_frees_its_row(make):

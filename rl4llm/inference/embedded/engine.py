@@ -157,8 +157,7 @@ class Engine:
     @torch.inference_mode()
     def drop_cancelled(self) -> None:
         """Free the rows of cancelled requests."""
-        if any(request.cancelled for request in self.waiting):
-            self.waiting = [request for request in self.waiting if not request.cancelled]
+        self.waiting = [request for request in self.waiting if not request.cancelled]
         gone = [row for row in self._rows.active if row.request.cancelled and not row.over]
         if gone:
             self._end_batch()
@@ -190,9 +189,7 @@ class Engine:
         self._counters.decode_steps += 1
         self._counters.decode_tokens += len(self._rows.active) - len(self._ended)
         codes = batch.codes()
-        if codes or batch.steps_left == 0 or batch.due:
-            return self._finish(codes)
-        return []
+        return self._finish(codes) if codes or batch.steps_left == 0 or batch.due else []
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
@@ -259,6 +256,8 @@ class Engine:
         if not self.waiting or free < min(len(self.waiting), max(1, self._max_rows // ADMITTED)):
             return
         self._end_batch()
+        rows = min(self._max_rows, len(self._rows.active) + len(self.waiting))
+        self._cache.reserve(rows, 0)  # once for all that wait, since to grow is to copy
         count = startable(self.waiting[: self._rows.free], self._rows.parked, self.device)
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
         self._prefixes.sweep((*self._rows.active, *self._rows.parked))
