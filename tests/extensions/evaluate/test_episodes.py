@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import ChatMessage, TokenSpan, Trajectory
+from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory
 from rl4llm.data.load import load_rows
 from rl4llm.extensions.evaluate.episodes import write_episodes
+from rl4llm.tracking.episodes import EpisodeLog
 
 
 def episode(name, reward, *replies):
@@ -48,13 +49,17 @@ def test_without_a_filter_every_episode_is_written(tmp_path):
 
 
 def test_sft_reads_what_the_tools_of_an_episode_answered(tmp_path):
+    """SFT reads the rows of `collect` and those of a run, which also have how each call went."""
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     path, played = tmp_path / "all.jsonl", episode("tools", 1.0, "2")
-    answers = [ChatMessage("tool", "no b", failed=failed, seconds=0.25) for failed in (True, False)]
+    answers = [ChatMessage("tool", "no b", (call,), failed=failed, seconds=0.25) for failed in (True, False)]
     talk = (ChatMessage("user", "1+1?"), ChatMessage("assistant", "", (call,)), *answers, played.messages[1])
-    write_episodes([replace(played, messages=talk)], path)
-    (row,) = load_rows(path, learns_from="demonstrations")
-    assert [message["content"] for message in row["messages"]] == [message.content for message in talk]
+    played = replace(played, messages=talk)
+    write_episodes([played], path)
+    EpisodeLog(tmp_path / "episodes").log(1, [Group("tools", (played,))])
+    for file in (path, tmp_path / "episodes" / "step-000001.jsonl"):
+        (row,) = load_rows(file, learns_from="demonstrations")
+        assert [message["content"] for message in row["messages"]] == [message.content for message in talk]
 
 
 def test_nothing_is_written_if_every_good_episode_is_silent(tmp_path):
