@@ -67,6 +67,10 @@ _TIMES = re.compile(r"(\d) ?[x\u00d7] ?(?=[$\d])")
 _UNITS_INSIDE = re.compile(
     r"(?<=\d)(?: ?/ ?[A-Za-z]{2,}| [A-Za-z]{2,}(?: ?/ ?[A-Za-z]{2,})?){1,4} ?(?=[-+*/\u00d7\u00f7\u2013=]|$)"
 )
+_NAME_INSIDE = re.compile(  # an operand that is a word
+    r"(?<![\\A-Za-z])[A-Za-z]{3,}(?= [-+*/\u00d7\u00f7] | ?[*/\u00d7\u00f7])"
+    r"|(?:(?<= [-+*/\u00d7\u00f7] )|(?<=[*/\u00d7\u00f7]))[A-Za-z]{3,}"
+)
 _PLACE = "at|in|from|with|over|on|by"
 _REST = r"\b[^\d\n]*[\d.,:/]*[^\d\n]*"  # with one number at most
 _BESIDE = re.compile(  # 45 miles at the end of 4 hours, 15 laps in 5 minutes; not 1 in 6 or 5 to 8
@@ -238,9 +242,12 @@ def _verbs(sentence: str, snippets: Sequence[Snippet]) -> Iterator[int]:
 
 
 def is_equation(before: str) -> bool:
-    """Return whether what stands before "=" is an expression with letters rather than a name, a word or arithmetic."""
+    """Return whether what stands before "=" is an expression with letters rather than a name, a word or arithmetic.
+
+    A word is the name of a number, as in "price * 2", and a letter that has a factor or a term beside it is an unknown.
+    """
     side: list[str] = []
-    before = _UNITS_INSIDE.sub("", _TIMES.sub(r"\1*", before))
+    before = _NAME_INSIDE.sub("1", _UNITS_INSIDE.sub("", _TIMES.sub(r"\1*", before)))
     for token in reversed(before.rpartition("=")[2].split()):
         if not re.search(r"[\d^\\(]", token) and not _OPERATOR.fullmatch(token) and len(token) > 1:
             break
