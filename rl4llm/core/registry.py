@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, TypeVar, cast, overload
 
-from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.errors import ConfigError, did_you_mean, unknown
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -232,13 +232,15 @@ def _is_import(frame: FrameType) -> bool:
 def imported(where: str, name: str, accepted: str = "'package.module:function'") -> Any:
     """Import ``package.module:attribute``; raise ConfigError, which lists what is `accepted`, if that fails."""
     module_name, colon, attribute = name.partition(":")
+    known: list[str] = []
     try:
         if not colon:
             raise ImportError("there is no ':' in it")
-        return getattr(importlib.import_module(module_name), attribute)
+        known = dir(module := importlib.import_module(module_name))
+        return getattr(module, attribute)
     except (ImportError, AttributeError, ValueError, TypeError, SyntaxError, NameError) as error:
         raise ConfigError(
-            f"{where}={name!r} cannot be imported: {error}. Accepted: {accepted}, "
+            f"{where}={name!r} cannot be imported: {error}.{did_you_mean(attribute, known)} Accepted: {accepted}, "
             "found from the directory that the command is run in, or on PYTHONPATH."
         ) from error
 

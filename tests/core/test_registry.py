@@ -44,7 +44,10 @@ def test_modules_of_the_working_directory_are_found_last(tmp_path, monkeypatch, 
             "nowhere:Guess",
             r"cannot be imported: No module named 'nowhere'.*the directory that the command is run in",
         ),
-        ("pathlib:Pth", r"cannot be imported: module 'pathlib' has no attribute 'Pth'"),
+        (
+            "pathlib:Pth",
+            r"cannot be imported: module 'pathlib' has no attribute 'Pth'\. Did you mean 'Path'\?",
+        ),
         (
             "pathlib:Path",
             r"env\.name='pathlib:Path' is <class 'pathlib.*'>\. Accepted: a subclass of BaseMDPEnv",
