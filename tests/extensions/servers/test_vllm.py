@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import gc
 import json
 import os
 import shutil
@@ -421,6 +422,28 @@ def test_a_reading_that_failed_does_not_spoil_the_next():
         return await reads.get()
 
     assert asyncio.run(run()) == 7
+
+
+def test_a_reading_whose_callers_were_cancelled_may_fail():
+    logged, fail = [], asyncio.Event()
+
+    async def read():
+        await fail.wait()
+        raise UnreachableError("down")
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+        asked = asyncio.ensure_future(FreshReads(read).get())
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait([asked])
+        fail.set()
+        await asyncio.sleep(0.01)
+        del asked
+        gc.collect()
+
+    asyncio.run(run())
+    assert logged == []
 
 
 def test_full_weights_load_while_paused_with_an_empty_cache(tokenizer):

@@ -41,6 +41,7 @@ class FreshReads(Generic[T]):
         """Return the result of a reading that begins after this call."""
         if self._next is None or self._next.done():
             self._next = asyncio.ensure_future(self._after(self._running))
+            self._next.add_done_callback(_retrieved)  # its callers may have been cancelled
         return await asyncio.shield(self._next)
 
     async def _after(self, running: asyncio.Task[T] | None) -> T:
@@ -48,6 +49,12 @@ class FreshReads(Generic[T]):
             await asyncio.wait([running])
         self._running, self._next = self._next, None
         return await self._read()
+
+
+def _retrieved(task: asyncio.Task[Any]) -> None:
+    """Take note of a task's error, so that asyncio does not log it; whoever awaits the task gets it all the same."""
+    if not task.cancelled():
+        task.exception()
 
 
 def held_by(answer: Any) -> HeldVersions:
