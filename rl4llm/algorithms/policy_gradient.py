@@ -18,13 +18,11 @@ from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import load
 from rl4llm.core.schema import Count, Fraction, Natural, NonNegative, Positive
-from rl4llm.core.types import Group, TrainBatch, Trajectory
+from rl4llm.core.types import TRUNCATED, Group, TrainBatch, Trajectory
 
 ScaleRewards = Literal["group", "batch", "none"]
 ScaleBatch = Literal["none", "batch"]
 """Choices for methods that do not divide by a group's deviation."""
-
-TRUNCATED = ("length", "context")
 
 
 @dataclass(slots=True)

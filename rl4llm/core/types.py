@@ -25,6 +25,9 @@ FinishReason = Literal["stop", "length", "abort"]
 GroupKey = tuple[str, str, int]
 """A prompt, one of its roles in an episode of several, and which of the step's groups this is."""
 
+TRUNCATED = ("length", "context")
+"""The stop reasons of a trajectory that ran out of tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

@@ -11,9 +11,8 @@ from typing import Any
 
 from rl4llm.algorithms.functional import differ
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.types import Group, Trajectory
+from rl4llm.core.types import TRUNCATED, Group, Trajectory
 
-TRUNCATED = ("length", "context")
 RESERVED = ("mean", "std")
 NO_ANSWER = "no_answer"
 QUOTED_CHARS = 200

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from rl4llm.core.types import TRUNCATED
 from rl4llm.extensions.view.index import COLUMNS
 from rl4llm.tracking.alerts import LARGE
 
@@ -29,7 +30,6 @@ OUTCOMES = {
 """The first of these that a run has, twice or more, is its headline."""
 ENDS = 5  # training steps that are averaged at either end
 PHASES = ("time/step", "time/evaluate", "time/checkpoint")
-TRUNCATED = ("length", "context")
 SHOWN, SUSPICIOUS = 3, 2
 MISMATCH = "the largest log-prob mismatch"
 DROP = 0.02  # of the best value, from which on the headline names it too
