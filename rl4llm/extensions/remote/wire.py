@@ -193,9 +193,9 @@ def take_scores(message: Any, seat: SampleState) -> dict[str, list[float] | Brok
 
 
 def outcome(message: Any) -> Any:
-    """Return what must be the same in an answer when an episode is replayed."""
+    """Return what must be the same in an answer when an episode is replayed; how long a call takes need not be."""
     rewards = {role: dict(result.turn_rewards) for role, result in message.results.items()}
-    return message.messages, message.role, rewards
+    return _chat_messages(message.messages), message.role, rewards
 
 
 def row_json(row: Mapping[str, Any], where: str) -> str:
@@ -281,6 +281,8 @@ def _message(item: ChatMessage) -> Any:
     )
     if item.tool_call_id is not None:
         message.tool_call_id = item.tool_call_id
+    if item.seconds is not None:
+        message.seconds = item.seconds
     return message
 
 
@@ -304,6 +306,7 @@ def _chat_message(message: Any, picture: Any) -> ChatMessage:
         message.reasoning,
         failed=message.failed,
         parts=tuple(parts),
+        seconds=message.seconds if message.HasField("seconds") else None,
     )
 
 

@@ -54,7 +54,7 @@ class Hints(BaseMDPEnv):
         sample.reward_turn(draw.random())
         if sample.current_step == self.max_steps:
             return []
-        return [ChatMessage("user", f"No, try {draw.randint(0, 99)}")]
+        return [ChatMessage("user", f"No, try {draw.randint(0, 99)}", seconds=time.perf_counter())]
 
     def end_episode(self, sample):
         ENDED.append((sample.prompt_id, sample.index))

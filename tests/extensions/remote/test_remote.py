@@ -543,8 +543,10 @@ def test_a_host_tells_what_a_success_is(host, remote):
 
 def test_a_message_stays_the_same_on_its_way():
     messages = [ChatMessage("tool", "Error: no", failed=failed) for failed in (False, True)]
-    for message in (*messages, ChatMessage("assistant", "4", reasoning="2 + 2")):
-        assert wire._chat_messages([wire._message(message)]) == [message]
+    timed = ChatMessage("tool", "4", seconds=0.25)
+    for message in (*messages, timed, ChatMessage("assistant", "4", reasoning="2 + 2")):
+        (got,) = wire._chat_messages([wire._message(message)])
+        assert (got, got.seconds) == (message, message.seconds)
 
 
 def test_a_program_is_repaired_on_a_host(remote, play):
