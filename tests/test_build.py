@@ -303,7 +303,7 @@ def test_template_args_reach_every_rendering(model_dir, tmp_path, tokenizer):
     config = load_config(
         overrides={"model.path": "m", "data.path": "d", "env.template_args.enable_thinking": False}
     )
-    env = ChatEnv(ROWS, silent, [Vowels()], max_steps=2)
+    env = ChatEnv(ROWS, silent, [Vowels()])
     env.template_args = args
     renderers = [
         made.rollout._renderer,

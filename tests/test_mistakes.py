@@ -36,11 +36,16 @@ MODULES = {
         "class NoInit:\n    def __call__(self, messages, ground_truth):\n        return 1.0\n\n\n"
         "class Bare(BaseRewardFunction):\n    def __init__(self, name='bare'):\n        super().__init__(name)\n\n"
         "    def __call__(self, messages, ground_truth, **columns):\n        return messages[99].content\n\n\n"
+        "class NoName(Bare):\n    def __init__(self, name='bare'):\n        pass\n\n\n"
+        "class Fixed(BaseRewardFunction):\n    def __init__(self, name='fixed'):\n        super().__init__(name)\n\n"
+        "    def __call__(self, messages, ground_truth):\n        return 1.0\n\n\n"
         "class Unfinished(BaseRewardFunction):\n    pass\n\n\n"
         "class Env(BaseMDPEnv):\n    continue_truncated = True\n\n"
         "    def respond(self, sample):\n        return sample.columns['nothing']\n\n\n"
         "class Words(BaseMDPEnv):\n    continue_truncated = True\n\n"
         "    def respond(self, sample):\n        return 'Well done.'\n\n\n"
+        "class Typo(BaseMDPEnv):\n    def respnd(self, sample):\n        return []\n\n\n"
+        "class NoDataset(Words):\n    def __init__(self, *args, max_steps=1, **options):\n        pass\n\n\n"
         "def untyped(x):\n    \"\"\"Do.\"\"\"\n\n\n"
         "def silent(x: int) -> str:\n    return ''\n"
     ),
@@ -139,11 +144,14 @@ env.template_args=5                                | env.template_args=5 is not 
 env.remot=localhost:5                              | env option='remot' is unknown ... Did you mean 'remote'
 env.remote=localhost:5 env.thoughts=dorp           | env.thoughts='dorp' is not accepted: keep, drop or refuse
 "rewards=['mine:nothing']" | module 'mine' has no attribute 'nothing'. Accepted: a registered name
+"rewards=['mine:wnats']" | has no attribute 'wnats'. Did you mean 'wants'? Accepted
 "rewards=['nowhere:f']" | 'nowhere:f' cannot be imported: No module named 'nowhere'. Accepted: a registered name
 "rewards=['broken:f']"                             | 'broken:f' cannot be imported: No module named 'nothing_like_this'
 "rewards=['typo:f']"                               | invalid syntax (typo.py, line 1)
 "rewards=['mine:NoInit']"                          | Accepted: a subclass of BaseRewardFunction, or a function
 "rewards=['mine:Unfinished']" | Reward 'mine:Unfinished' needs the option name ... Next: give `name` a default
+"rewards=['mine:NoName']"                          | Reward 'mine:NoName': NoName.__init__ must call super().__init__(name)
+"rewards=['mine:Fixed']"                           | Fixed.__call__ must accept all columns of a row. Next: write
 "rewards=['mine:raises']"                          | reward 'raises' raised KeyError: 'A' (mine.py:5)
 "rewards=['mine:Bare']"                            | reward 'bare' raised IndexError: list index out of range (mine.py:
 "rewards=['mine:one']"                             | Reward 'one' returned 1.0 for 2 samples. Accepted: a list of 2 numbers
@@ -154,6 +162,9 @@ env.remote=localhost:5 env.thoughts=dorp           | env.thoughts='dorp' is not 
 rewards=[] rollout.group_size=2                    | Set rewards, for example rewards=[math]
 env.name=mine:Env env.max_steps=2                  | KeyError: 'nothing' (mine.py:
 env.name=mine:Words env.max_steps=2 | Words.respond must return a list of ChatMessage ([] ends the episode), not 'Well done.'
+env.name=mine:Typo env.max_steps=2                 | max_steps=2 has no effect, since Typo has no method `respond`
+env.max_steps=2                                    | max_steps=2 has no effect, since ChatEnv has no method `respond`
+env.name=mine:NoDataset                            | NoDataset.__init__ must call super().__init__(
 env.name=mine:one                                  | Accepted: a subclass of BaseMDPEnv
 env.name=tools                                     | Did you mean 'tool'
 env.tools=[calculator]                             | It is an option of env.name=tool

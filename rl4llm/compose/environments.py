@@ -282,7 +282,10 @@ def make_env(
         shared = (name for name in provided if name != "opponents")
         made["provided"] = Provided({name: partial(provided.__getitem__, name) for name in shared})
     own = {name: value for name, value in own.items() if name not in made}
-    return _rendered_by(with_options("env", env_class, own, **fixed, **made), options)
+    env = with_options("env", env_class, own, **fixed, **made)
+    if "dataset" not in vars(env):
+        raise ConfigError(f"{type(env).__name__}.__init__ must call super().__init__(*args, **kwargs).")
+    return _rendered_by(env, options)
 
 
 def check_env_options(env_class: Any, options: Mapping[str, Any]) -> None:

@@ -200,6 +200,11 @@ class BaseMDPEnv(Player):
         missing = [column for column in ("messages", "ground_truth") if column not in row]
         if missing:
             raise DataError(f"{where}: the dataset has no column {missing}; it has {sorted(row)}.")
+        if self.max_steps > 1 and not self._has_code_outside("rl4llm.core."):
+            raise ConfigError(
+                f"{where}: max_steps={self.max_steps} has no effect, since {where} has no method `respond`: each episode "
+                "ends after one turn. Next: write respond(self, sample), or remove max_steps."
+            )
         self._check_roles(where)
         self._check_rewards(where)
 
@@ -225,7 +230,7 @@ class BaseMDPEnv(Player):
 
     def _check_rewards(self, where: str) -> None:
         names = [reward.name for reward in self.reward_functions]
-        if not names and not self._may_reward_turns():
+        if not names and not self._has_code_outside("rl4llm.core.", "rl4llm.envs."):
             raise ConfigError(
                 f"{where}: no reward is set, and this environment rewards no turns. Set rewards, for example "
                 "rewards=[math], or pass reward_functions."
@@ -243,10 +248,10 @@ class BaseMDPEnv(Player):
                 f"{where}: {len(terminal)} rewards ({', '.join(terminal)}) require a reward_transform_fn."
             )
 
-    def _may_reward_turns(self) -> bool:
-        """Return whether the class has code of an episode that could call `reward_turn`; that of rl4llm.envs does not."""
+    def _has_code_outside(self, *packages: str) -> bool:
+        """Return whether the class has code of an episode that is not of these packages."""
         modules = (getattr(type(self), name).__module__ for name in _EPISODE_CODE)
-        return not all(module.startswith(("rl4llm.core.", "rl4llm.envs.")) for module in modules)
+        return not all(module.startswith(packages) for module in modules)
 
 
 _EPISODE_CODE = ("respond", "_run_interaction_loop", "_run_episode", "end_episode")

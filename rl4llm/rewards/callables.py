@@ -198,7 +198,10 @@ def _build(
         inner = {option: named[option] for option in item.rewards_among_options if option in named}
         named |= {option: as_reward_function(reward, provided=provided) for option, reward in inner.items()}
         provided = provided or {}
-        return item(**{key: provided[key] for key in provided if key in parameters} | named)
+        made = item(**{key: provided[key] for key in provided if key in parameters} | named)
+        if "name" not in vars(made):
+            raise ConfigError(f"Reward {key!r}: {item.__name__}.__init__ must call super().__init__(name).")
+        return made
     _refuse_other_class(key, item)
     _check_options(key, {}, options)
     if not callable(item):
@@ -223,6 +226,12 @@ def _check_class_options(
     parameters = inspect.signature(item).parameters
     _check_options(key, parameters, named)
     check_values(f"rewards.{key}", item, named)
+    called = inspect.signature(item.__call__).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in called):
+        raise ConfigError(
+            f"Reward {key!r}: {item.__name__}.__call__ must accept all columns of a row. Next: write "
+            "__call__(self, messages, ground_truth, **columns)."
+        )
     return parameters
 
 
