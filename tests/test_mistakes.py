@@ -29,6 +29,8 @@ MODULES = {
         "from rl4llm import BaseMDPEnv, BaseRewardFunction, ToolSet, tool\n\n\n"
         "def raises(completions, **columns):\n    return [columns['A'] for _ in completions]\n\n\n"
         "def one(completions):\n    return 1.0\n\n\n"
+        "def equal(completions):\n    return [1.0 for _ in completions]\n\n\n"
+        "def uneven(completions):\n    return [float(number) for number, _ in enumerate(completions)]\n\n\n"
         "def few(completions):\n    return [1.0]\n\n\n"
         "def wants(completions, level):\n    return [1.0] * len(completions)\n\n\n"
         "def nan(completions):\n    return [float('nan')] * len(completions)\n\n\n"
@@ -289,6 +291,13 @@ def test_a_wrong_command_is_answered_with_the_next_step(words, said, capsys):
 def test_the_untouched_configuration_trains(capsys):
     code, told = answer(capsys, ["train", "small.yaml"])
     assert code == 0, told
+
+
+@pytest.mark.parametrize(("reward", "learns"), [("equal", False), ("uneven", True)])
+def test_a_run_that_learned_nothing_is_reported_at_its_end(reward, learns, capsys):
+    code, told = answer(capsys, ["train", "small.yaml", f"rewards=['mine:{reward}']"])
+    assert code == 0, told
+    assert ("no update had anything to learn from" in told) is not learns
 
 
 def test_uneven_updates_are_reported_with_an_even_number(capsys):

@@ -45,6 +45,11 @@ def train(config: Any, force: bool) -> int:
     if trainer.stopped and trainer.ranks.is_first:
         show(f"Stopped after step {trainer.step} and saved. The same command resumes the run.")
         return STOPPED
+    if trainer.ranks.is_first and trainer.updates and not trainer.updates[True]:
+        say(
+            "Warning: no update had anything to learn from, so the weights are those that the run began with. Next: "
+            "`rl4llm check CONFIG --task` shows rewards of samples, and why their groups teach nothing."
+        )
     if trainer.ranks.is_first and config.output.console != "quiet":
         show(
             f"Done. The model is in {trainer.run.model_dir}; `rl4llm view {quote(str(trainer.run.path))}` shows the run."
