@@ -56,7 +56,7 @@ def _named(text: str) -> tuple[str, str]:
         raise ConfigError(
             f"--model {text} is not accepted. Accepted: NAME=DIRECTORY, or the name of a model on the hub."
         )
-    return name, source or name
+    return name, os.path.expanduser(source) or name  # a shell expands no ~ behind a name
 
 
 def _base(name: str, source: str, dtype: str) -> Any:

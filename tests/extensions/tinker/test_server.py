@@ -444,10 +444,13 @@ def test_adapters_share_the_tensors_of_their_base(server, client):
     assert client.losses(second, 2, data, forward_only=True)[1] == before
 
 
-def test_model_that_cannot_be_loaded_is_refused_with_the_option(tmp_path, capsys):
-    words = ["--model", f"m={tmp_path}", "--output", str(tmp_path / "out"), "--port", "0"]
+def test_model_that_cannot_be_loaded_is_refused_with_the_option(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["--model", "m=~/empty", "--output", str(tmp_path / "out"), "--port", "0"]
+    (tmp_path / "empty").mkdir()
     assert main(["serve", "tinker", *words]) == 1
-    assert "Next: --model m=DIRECTORY serves a local copy" in " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().err.split())
+    assert "empty' has no config.json" in told and "Next: --model m=DIRECTORY serves a local copy" in told
 
 
 def test_a_client_without_a_heartbeat_frees_what_it_had(model_dir, tmp_path):
