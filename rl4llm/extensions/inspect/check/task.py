@@ -11,12 +11,12 @@ from math import comb
 from rl4llm.config import Config
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import Group, Trajectory
+from rl4llm.core.types import TRUNCATED, Group, Trajectory
 from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.inspect.check.bench import Bench
 from rl4llm.extensions.inspect.check.times import play, seconds, span, train
-from rl4llm.tracking.summary import QUOTED_CHARS, TRUNCATED, last_words, summarize, unread
+from rl4llm.tracking.summary import QUOTED_CHARS, last_words, summarize, unread
 from rl4llm.trainers.rl import RLTrainer
 
 MANY, FEW, MOST = 0.2, 0.05, 0.95
