@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,11 @@ def stream(probe: Probe) -> None:
 
 def _trained(probe: Probe, name: str, config: Path, *keys: str) -> None:
     """Run `rl4llm train`, and report its last step."""
-    run = probe.work / probe.check / name.replace(", ", "_").replace(" ", "_")
+    began, run = time.monotonic(), probe.work / probe.check / name.replace(", ", "_").replace(" ", "_")
     with probe.finding(name) as found:
         words = (f"model.device={probe.device.type}", f"output.dir={run}", REWARD, *keys)
         code, text = probe.python("-m", "rl4llm", "train", config, *words, limit=probe.limit / 2)
+        found["seconds"] = time.monotonic() - began
         file = run / "metrics.jsonl"
         rows: list[dict[str, Any]] = (
             [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -217,7 +217,7 @@ def draw(file: Path, picture: Path) -> None:
                 steps, [min(v) for v in shares], [max(v) for v in shares], alpha=0.12, color=line.get_color()
             )
         axis.set_title(name, fontsize=10)
-        axis.legend(fontsize=7, loc="upper left")
+        axis.legend(fontsize=7, framealpha=0.5)
     figure.supxlabel("step")
     figure.supylabel("held-out right answers")
     figure.savefig(picture, dpi=110)

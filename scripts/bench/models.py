@@ -22,6 +22,10 @@ SHAPES = {
         "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
         "intermediate_size": 1536, "vocab_size": 4096,
     },
+    "400m": {
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
+        "intermediate_size": 4864, "vocab_size": 32768,
+    },
 }  # fmt: skip
 
 

@@ -3,8 +3,9 @@
     python scripts/bench/staleness.py [--staleness 0 1 4] [--median-tokens 200 --new-tokens 2000] [--tool-s 1.0]
 
 A server of the embedded engine (or, with `--python`, a real SGLang on the CPU) and the trainer have a core each, as they
-would have separate devices. The bounds take turns, each in a separate run. The same `--steps` steps of each run count, after
-as many that episodes begin as early as they can, and before the last ones, during which no further episodes begin.
+would have separate devices; a GPU they share. The bounds take turns, each in a separate run. The same `--steps` steps of
+each run count, after as many that episodes begin as early as they can, and before the last ones, during which no further
+episodes begin.
 
 With `--median-tokens`, lengths are log-normal (sigma 1, 20 to `--new-tokens`). With `--tool-s`, the environment answers the
 first turn after a log-normal time with that median in seconds (sigma 1, at most 60 times the median), and a second turn
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from learning import on_gpu
 from models import PROMPTS, SHAPES
 from step import SAMPLES, save_model
 from verify import reward
@@ -90,7 +92,7 @@ def train(model: Path, prompts: list[str], output: Path, options: argparse.Names
             "eval.every": 0,
             "checkpoint.every": 0,
             "env.max_steps": 2 if options.tool_s else 1,
-            "model.autocast": "none",
+            "model.autocast": "auto" if on_gpu() else "none",
             **keys,
         },
     ).train()
@@ -109,6 +111,8 @@ def means_of(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def start(model: Path, options: argparse.Namespace) -> ServerProcess:
     """Return the server, not started yet."""
+    if options.python is None and on_gpu():
+        return launch("embedded", [str(model), "--port", "0", "model.autocast=auto"])
     if options.python is None:
         return launch("embedded", [str(model), "--port", "0", "threads=1", "model.autocast=none"], cpu=True)
     flags = ["--model-path", str(model), "--port", "0", "--max-running-requests", "128"]
@@ -168,6 +172,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("Server and trainer need a core each, and there is one.")
+    half = len(cores) // 2 if on_gpu() else 1
     taken: dict[int, list[list[dict[str, float]]]] = {bound: [] for bound in options.staleness}
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.output or Path(temporary)
@@ -175,9 +180,9 @@ def main() -> None:
         prompts = save_model(
             options.size, model, options.prompts * (2 + 2 * max(options.staleness) + options.steps)
         )
-        os.sched_setaffinity(0, cores[1:2])  # what is started has it too
+        os.sched_setaffinity(0, cores[half : 2 * half])  # what is started has it too
         with start(model, options) as server:
-            os.sched_setaffinity(0, cores[:1])
+            os.sched_setaffinity(0, cores[:half])
             inference = {
                 "name": "sglang" if options.python else "embedded",
                 "url": server.url,
