@@ -1,7 +1,7 @@
 """Each Python that a test starts imports this first, see conftest: the garbage collector leaves its imports alone.
 
-SGLang forks its processes, which would otherwise import everything again: 28 s of processor time for a start, 10 s now. The
-sweep of tests/test_real_model.py starts it without this.
+SGLang forks its processes, which would otherwise import everything again: 28 s of processor time for a start, 10 s now. That
+of tests/extensions/servers/test_moe.py starts without this.
 
 torch and transformers are half a million objects. Visiting all of them again and again while they are imported, and once
 more when the program ends, takes a third of the processor time of a program that does little else.

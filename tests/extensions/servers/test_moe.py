@@ -63,14 +63,17 @@ def experts(tokenizer):
 
 @pytest.fixture(scope="module", params=SERVERS)
 def served(request, experts, tokenizer, tmp_path_factory, python_of):
-    """Start a real server from a published version; return its name, its URL and that version."""
+    """Start a real server from a published version, as users start it; return its name, its URL and that version."""
     from rl4llm.extensions.servers.launch import launch
 
     name, root = request.param, tmp_path_factory.mktemp("experts")
     publisher = FilesystemPublisher(None, WeightStore(root), tokenizer.save_pretrained)
     version = publisher.write(TorchBackend(load_model(experts), lr=0.0), 0)
     flags = [flag.format(version=version.path) for flag in FLAGS[name]]
-    with launch(name, flags, python=python_of(name), cpu=True, ready_within_s=300) as server:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONPATH", raising=False)  # which has short_start
+        server = launch(name, flags, python=python_of(name), cpu=True, ready_within_s=300)
+    with server:
         yield name, server.url, version
 
 
