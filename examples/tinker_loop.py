@@ -87,7 +87,8 @@ def main():
     )
     tokenizer, rng = training.get_tokenizer(), random.Random(0)
     for number in range(1, given.steps + 1):
-        print(f"step {number}: mean reward {step(training, tokenizer, rng, given.lr):.3f}", flush=True)
+        mean = step(training, tokenizer, rng, given.lr)
+        print(f"step {number:3}: mean reward {mean:.3f} {'#' * round(50 * mean)}", flush=True)
     print(training.save_weights_for_sampler("sums").result().path)
 
 
