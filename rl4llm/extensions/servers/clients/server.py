@@ -296,7 +296,9 @@ class ServerClient(BaseClient):
                     await self.flush()  # the cache may be that of the old weights
                 except EngineError as second:
                     raise type(second)(f"{second} (while recovering from a failed load: {error})") from error
-            version, self.digest = await self.version(), await self.checksum()
+            version = await self.version()
+            if problem is None:
+                self.digest = await self.checksum()
             return before, problem, version
         finally:
             self.weights_name = secrets.token_hex(8)

@@ -139,7 +139,7 @@ class VLLMClient(AdaptingClient):
                 f"inference.cohost=true needs a server that can free its memory, and {self.base_url} was started without "
                 "--enable-sleep-mode. Start it with that flag."
             )
-        await self._note(tags)
+        await self._note(("weights", "kv_cache"))  # whatever was asked for
         await self.admin("/sleep?level=1&mode=wait")
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:

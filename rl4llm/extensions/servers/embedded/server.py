@@ -58,6 +58,7 @@ class EmbeddedServer:
         self._running.set()
         self._keeps_cache = False
         self._weights = asyncio.Lock()  # held while they change or are read
+        self._updating = False  # requests resume at its end
         self._under_way: set[str] = set()
         self._answers = 0
 
@@ -138,6 +139,7 @@ class EmbeddedServer:
     async def _update(self, path: str, version: int) -> Any:
         started = time.monotonic()
         async with self._weights:
+            self._updating = True
             await self._engine.pause()
             try:
                 tensors = await asyncio.to_thread(read_weights, path, version, self._model)
@@ -147,6 +149,7 @@ class EmbeddedServer:
                 held = version_text(await self._engine.version())
                 raise RequestError(f"The server keeps version {held} of the weights. {error}") from error
             finally:
+                self._updating = False
                 if self._running.is_set():
                     await self._engine.resume()
         took_s = time.monotonic() - started
@@ -175,7 +178,7 @@ class EmbeddedServer:
         """Resume requests that were paused."""
         self._running.set()
         self._keeps_cache = False
-        if not self._weights.locked():  # else the update does it at its end
+        if not self._updating:
             await self._engine.resume()
         return {"status": "ok"}
 
