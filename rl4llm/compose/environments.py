@@ -283,7 +283,7 @@ def make_env(
         made["provided"] = Provided({name: partial(provided.__getitem__, name) for name in shared})
     own = {name: value for name, value in own.items() if name not in made}
     env = with_options("env", env_class, own, **fixed, **made)
-    if "dataset" not in vars(env):
+    if not hasattr(env, "dataset"):
         raise ConfigError(f"{type(env).__name__}.__init__ must call super().__init__(*args, **kwargs).")
     return _rendered_by(env, options)
 

@@ -250,7 +250,7 @@ class BaseMDPEnv(Player):
 
     def _has_code_outside(self, *packages: str) -> bool:
         """Return whether the class has code of an episode that is not of these packages."""
-        modules = (getattr(type(self), name).__module__ for name in _EPISODE_CODE)
+        modules = (getattr(self, name).__module__ for name in _EPISODE_CODE)
         return not all(module.startswith(packages) for module in modules)
 
 

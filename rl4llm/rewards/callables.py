@@ -34,7 +34,7 @@ def as_reward_function(
     Raises ConfigError for unknown names and options, RewardError for anything else.
     """
     if isinstance(obj, BaseRewardFunction):
-        return obj
+        return _made(obj)
     if isinstance(obj, str):
         return _build(obj, REWARDS[obj], {}, name, provided)
     if isinstance(obj, Mapping):
@@ -191,17 +191,14 @@ def _build(
 ) -> BaseRewardFunction:
     if isinstance(item, BaseRewardFunction):
         _check_options(key, {}, options)
-        return item
+        return _made(item)
     if inspect.isclass(item) and issubclass(item, BaseRewardFunction):
         named = options | ({"name": name} if name else {})
         parameters = _check_class_options(key, item, named)
         inner = {option: named[option] for option in item.rewards_among_options if option in named}
         named |= {option: as_reward_function(reward, provided=provided) for option, reward in inner.items()}
         provided = provided or {}
-        made = item(**{key: provided[key] for key in provided if key in parameters} | named)
-        if "name" not in vars(made):
-            raise ConfigError(f"Reward {key!r}: {item.__name__}.__init__ must call super().__init__(name).")
-        return made
+        return _made(item(**{key: provided[key] for key in provided if key in parameters} | named))
     _refuse_other_class(key, item)
     _check_options(key, {}, options)
     if not callable(item):
@@ -226,13 +223,28 @@ def _check_class_options(
     parameters = inspect.signature(item).parameters
     _check_options(key, parameters, named)
     check_values(f"rewards.{key}", item, named)
-    called = inspect.signature(item.__call__).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in called):
-        raise ConfigError(
-            f"Reward {key!r}: {item.__name__}.__call__ must accept all columns of a row. Next: write "
-            "__call__(self, messages, ground_truth, **columns)."
-        )
+    _check_call(item)
     return parameters
+
+
+def _made(reward: BaseRewardFunction) -> BaseRewardFunction:
+    """Return a reward; raise ConfigError if its class breaks the contract."""
+    kind = type(reward)
+    _check_call(kind)
+    if not hasattr(reward, "name"):
+        raise ConfigError(f"The reward {kind.__name__}: __init__ must call super().__init__(name).")
+    return reward
+
+
+def _check_call(kind: type[BaseRewardFunction]) -> None:
+    called = inspect.signature(kind.__call__, follow_wrapped=False).parameters.values()
+    if kind.score_batch is BaseRewardFunction.score_batch and all(
+        parameter.kind is not parameter.VAR_KEYWORD for parameter in called
+    ):
+        raise ConfigError(
+            f"The reward {kind.__name__}: __call__ must accept all columns of a row. Next: write __call__(self, messages, "
+            "ground_truth, **columns)."
+        )
 
 
 def _check_options(key: str, accepted: Mapping[str, inspect.Parameter], options: Mapping[str, Any]) -> None:

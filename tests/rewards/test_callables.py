@@ -1,6 +1,7 @@
 """Whatever may stand for a reward becomes one, or is refused with what is accepted."""
 
 import asyncio
+import functools
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,39 @@ def samples(*replies):
 def test_an_instance_stays_what_it_is():
     reward = Exact()
     assert as_reward_function(reward) is reward
+
+
+class Unnamed(Exact):
+    def __init__(self):
+        pass
+
+
+class Narrow(Exact):
+    def __call__(self, messages, ground_truth):
+        return 1.0
+
+
+class Widened(Narrow):
+    @functools.wraps(Narrow.__call__)
+    def __call__(self, messages, ground_truth, **columns):
+        return super().__call__(messages, ground_truth)
+
+
+class ByBatch(Narrow):
+    def score_batch(self, samples):
+        return [1.0 for _ in samples]
+
+
+@pytest.mark.parametrize("kind", [Unnamed, Narrow])
+def test_a_reward_that_breaks_the_contract_is_refused(kind):
+    for given in (kind, kind()):
+        with pytest.raises(ConfigError, match=rf"The reward {kind.__name__}: __(init|call)__ must "):
+            as_reward_function(given)
+
+
+@pytest.mark.parametrize("kind", [Widened, ByBatch])
+def test_a_reward_may_meet_the_contract_in_another_way(kind):
+    assert score(samples("a"), [as_reward_function(kind)]).reward.item() == 1.0
 
 
 def test_a_name_a_mapping_or_a_class_builds_the_reward():
