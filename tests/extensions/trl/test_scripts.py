@@ -252,6 +252,12 @@ def test_names_of_trl_without_args_have_its_defaults():
     assert from_file.keys(None, {}) == {}
 
 
+def test_a_bound_of_tool_calls_needs_tools():
+    given = {"args": GRPOConfig("out", max_tool_calling_iterations=3), "train_dataset": [{"prompt": "a"}] * 8}
+    assert "env.max_steps" not in Script("grpo", {**given}).keys(None, {})
+    assert Script("grpo", {**given, "tools": [len]}).keys(None, {})["env.max_steps"] == 4
+
+
 def test_rloo_is_reinforce_with_the_penalty_in_the_reward():
     keys = Script("rloo", {"args": RLOOConfig("out"), "train_dataset": [{"prompt": "a"}] * 64}).keys(None, {})
     wanted = {
