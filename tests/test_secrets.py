@@ -14,6 +14,7 @@ from rl4llm.extensions.export.card import model_card
 from rl4llm.extensions.launch.launchers import prepared
 from rl4llm.extensions.view.export import export
 from rl4llm.extensions.view.run import find_runs
+from rl4llm.runs.run_dir import RunDir
 
 TEXT = """
 model: {path: "${oc.env:MODEL}"}
@@ -88,6 +89,15 @@ def test_another_value_of_a_secret_or_variable_is_the_same_run(config_file, monk
     assert [change.split(":")[0] for change in run.changes] == ["environment.MODEL"]  # reported, and taken
     with pytest.raises(RunDirError, match=r"model\.path: '\$\{oc\.env:MODEL\}' -> "):
         opened(config_file, **{"model.path": os.environ["MODEL"] + "/."})
+
+
+def test_the_secret_of_another_run_is_not_shown(tmp_path):
+    RunDir.open(
+        tmp_path, {"inference.api_key": "own-secret", "inference.url": "http://me:door-secret@host:9"}
+    ).close()
+    with pytest.raises(RunDirError, match=r"inference\.url: ") as refused:
+        RunDir.open(tmp_path, {"inference.api_key": HIDDEN, "inference.url": "http://other:9"})
+    assert "-secret" not in str(refused.value)
 
 
 def test_a_hidden_secret_is_missed_only_where_it_is_needed(config_file, monkeypatch):

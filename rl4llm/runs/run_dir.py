@@ -24,6 +24,7 @@ from typing import Any
 
 import rl4llm
 from rl4llm.core.errors import RunDirError
+from rl4llm.core.redact import redacted
 from rl4llm.runs.lock import DirectoryLock
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -217,7 +218,7 @@ class RunDir:
             "created": now.isoformat("T", "seconds"),
             "rl4llm": rl4llm.__version__,
         }
-        kept = self._read_identity() if self.resumed else new | given
+        kept = redacted(self._read_identity()) if self.resumed else new | given
         self.run_id, self.created = kept["run_id"], kept["created"]
         changes = _differences(kept["fingerprint"], given["fingerprint"], plan.defaults)
         if changes and not plan.allow_changes:
