@@ -152,8 +152,8 @@ env.remote=localhost:5 env.thoughts=dorp           | env.thoughts='dorp' is not 
 "rewards=['typo:f']"                               | invalid syntax (typo.py, line 1)
 "rewards=['mine:NoInit']"                          | Accepted: a subclass of BaseRewardFunction, or a function
 "rewards=['mine:Unfinished']" | Reward 'mine:Unfinished' needs the option name ... Next: give `name` a default
-"rewards=['mine:NoName']"                          | Reward 'mine:NoName': NoName.__init__ must call super().__init__(name)
-"rewards=['mine:Fixed']"                           | Fixed.__call__ must accept all columns of a row. Next: write
+"rewards=['mine:NoName']"                          | The reward NoName: __init__ must call super().__init__(name)
+"rewards=['mine:Fixed']"                           | The reward Fixed: __call__ must accept all columns of a row. Next: write
 "rewards=['mine:raises']"                          | reward 'raises' raised KeyError: 'A' (mine.py:5)
 "rewards=['mine:Bare']"                            | reward 'bare' raised IndexError: list index out of range (mine.py:
 "rewards=['mine:one']"                             | Reward 'one' returned 1.0 for 2 samples. Accepted: a list of 2 numbers
@@ -297,7 +297,7 @@ def test_the_untouched_configuration_trains(capsys):
 def test_a_run_that_learned_nothing_is_reported_at_its_end(reward, learns, capsys):
     code, told = answer(capsys, ["train", "small.yaml", f"rewards=['mine:{reward}']"])
     assert code == 0, told
-    assert ("no update had anything to learn from" in told) is not learns
+    assert ("no update since this start had anything to learn from" in told) is not learns
 
 
 def test_uneven_updates_are_reported_with_an_even_number(capsys):

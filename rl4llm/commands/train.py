@@ -47,7 +47,7 @@ def train(config: Any, force: bool) -> int:
         return STOPPED
     if trainer.ranks.is_first and trainer.updates and not trainer.updates[True]:
         say(
-            "Warning: no update had anything to learn from, so the weights are those that the run began with. Next: "
+            "Warning: no update since this start had anything to learn from, so the weights are the same. Next: "
             "`rl4llm check CONFIG --task` shows rewards of samples, and why their groups teach nothing."
         )
     if trainer.ranks.is_first and config.output.console != "quiet":

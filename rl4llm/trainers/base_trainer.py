@@ -94,7 +94,9 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         self.ranks = ranks or Ranks()
         self.step = 0
         self.stopped = False  # by a signal, before max_steps
-        self.updates: Counter[bool] = Counter()  # of this process, by whether there was a token to learn from
+        self.updates: Counter[bool] = (
+            Counter()
+        )  # of the model since this start, by whether there was a token to learn from
         self._stop_requested = threading.Event()
         self._finishing = 1  # the step after which a signal stops
         self._skipped: Counter[str] = Counter()  # optimizer steps in a row, by model
@@ -179,7 +181,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
     def update(self, update: Update, step: AnyStep) -> dict[str, float]:
         """Take one optimizer step of one model. Without a token to learn from, its weights stay unchanged."""
         metrics = {"update/empty": 1.0}
-        self.updates[bool(update.batches)] += 1
+        self.updates[bool(update.batches)] += update.model == "model"
         if update.batches:
             model, objective = self.models()[update.model], self.objective(update, step)
             with self.clock("update" if update.model == "model" else update.model):
