@@ -175,17 +175,16 @@ def hints_of(make: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotation of each field of a dataclass, or of each parameter of a function or of a class and its bases."""
     if inspect.isclass(make) and not dataclasses.is_dataclass(make):
         return {name: hint for maker in reversed(_makers(make)) for name, hint in hints_of(maker).items()}
-    return (_kept if inspect.isclass(make) else _evaluated)(make)
-
-
-def _evaluated(make: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return get_type_hints(make, include_extras=True)
+        return _evaluated(make) if inspect.isclass(make) else get_type_hints(make, include_extras=True)
     except (NameError, TypeError, AttributeError, SyntaxError, ValueError):
         return {}  # an annotation uses names that only a type checker imports
 
 
-_kept = functools.lru_cache(1024)(_evaluated)  # a configuration asks for a dataclass at each of its keys
+@functools.lru_cache(1024)
+def _evaluated(fields: type) -> dict[str, Any]:
+    """Return the annotations of a dataclass, for which a configuration asks at each of its keys."""
+    return get_type_hints(fields, include_extras=True)
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -66,7 +66,9 @@ def parse(data: bytes) -> Any:
 def read_forward_backward(request: Any) -> ForwardBackward:
     """Return what a request asks for; raise DataError for what no language model can train on."""
     options: dict[str, float | str] = dict(request.numbers)
-    options |= {name: getattr(value, value.WhichOneof("value")) for name, value in request.options.items()}
+    options |= {
+        name: getattr(value, value.WhichOneof("value") or "number") for name, value in request.options.items()
+    }
     return ForwardBackward(
         data=tuple(map(_datum, request.data)),
         loss_fn=request.loss_fn,
