@@ -16,7 +16,7 @@ import hosted_envs
 import pytest
 from hosting import HostThread, played_on
 
-from rl4llm.core.errors import ConfigError, HostsDownError, RL4LLMError
+from rl4llm.core.errors import ConfigError, DataError, HostsDownError, RL4LLMError
 from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs import DebateEnv, ToolMDPEnv
@@ -295,6 +295,11 @@ def test_game_that_replays_another_role_is_retried(remote, play, on_turn, restar
     episodes = play(env, group_size=1).trajectories
     assert {item.extras["played_again_after"] for item in episodes} == {"env/raised"}
     assert {item.role: len(item.policy_spans) for item in episodes} == {"pro": 2, "con": 2}
+
+
+def test_message_of_an_unknown_role_is_refused():
+    with pytest.raises(DataError, match=r"began an episode as the role ''\. Accepted: 'pro', 'con'"):
+        wire.begun(wire.Said(), ("pro", "con"))
 
 
 def test_error_of_a_game_on_a_host_fails_all_its_roles(host, remote, play):

@@ -106,6 +106,31 @@ def test_host_killed_and_restarted_changes_no_weight(model_dir, tmp_path, capfd,
     ]
 
 
+def test_debate_on_a_killed_host_changes_no_weight(model_dir, tmp_path, start):
+    debate = ["env.name=hosted_envs:MortalDebate", "env.max_steps=2", f"env.died={tmp_path / 'died'}"]
+    (tmp_path / "died").touch()
+    here = train(model_dir, tmp_path / "here", *debate, **DEBATE)
+    (tmp_path / "died").unlink()
+    first, hosts = start("hosted_envs:MortalDebate"), []
+
+    def start_again():
+        first.process.join()
+        hosts.append(start("hosted_envs:MortalDebate", first.port))
+
+    watch = threading.Thread(target=start_again, daemon=True)
+    watch.start()
+    remote = [f"env.remote={first.address}", "env.dies_at=30"]
+    there = train(model_dir, tmp_path / "there", *debate, *remote, **DEBATE)
+    watch.join(60)
+    assert (tmp_path / "died").exists()
+    assert there == here
+    rows = [json.loads(line) for line in (tmp_path / "there" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["trajectories"] for row in rows if "trajectories" in row] == [16.0, 16.0]
+    assert all(row["reward/std"] > 0 for row in rows if "trajectories" in row)
+    hosts[0].end()
+    assert hosts[0].said[2].startswith("hosted_envs:MortalDebate: its trainer disconnected after 16 episodes")
+
+
 def test_hosted_debate_has_the_opponents_of_its_configuration(model_dir, tmp_path):
     options = ["max_steps=1", "env.opponents={con: 'hosted_envs:rival'}"]
     here = train(model_dir, tmp_path / "here", *options, **DEBATE)
@@ -149,6 +174,15 @@ def test_a_host_that_must_not_be_started_is_refused(arguments, message, capsys, 
         filled = [argument.format(taken=taken.getsockname()[1]) for argument in arguments]
         assert main(["serve", "env", *filled]) in (1, 2)
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_whose_environment_no_host_has_does_not_start(model_dir, tmp_path, capsys):
+    with HostThread(["chat"]) as host:
+        place = [f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}", f"env.remote={host.address}"]
+        assert main(["train", str(CONFIG), *SMALL, *place]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"env host {host.address}: env.name='tool' is unknown. Known: chat." in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_plan_counts_a_remote_environment_as_a_local_one(model_dir, capfd):

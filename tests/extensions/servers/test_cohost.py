@@ -6,7 +6,7 @@ import pytest
 
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.errors import EngineError, UnreachableError
+from rl4llm.core.errors import EngineError, UnreachableError, WeightsError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.server import Sampled, ServerClient
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet, DeviceState
@@ -208,3 +208,12 @@ def test_a_load_that_fails_leaves_an_engine_that_does_not_answer(parts, monkeypa
             await client.generate([5], SamplingParams())
 
     asyncio.run(walk())
+
+
+def test_a_closed_publisher_lets_its_directory_go(parts, tmp_path):
+    _, _, publisher, backend = parts
+    asyncio.run(publisher.publish(backend, 0))
+    with pytest.raises(WeightsError, match="in use by this process itself"):
+        WeightStore(tmp_path).write(1, backend.weight_specs(), backend.weights())
+    asyncio.run(publisher.close())
+    WeightStore(tmp_path).write(1, backend.weight_specs(), backend.weights())

@@ -479,6 +479,12 @@ def test_a_server_that_sleeps_gets_no_expandable_segments(monkeypatch, variable)
     assert variable not in environment()  # what a user has set stays
 
 
+def test_cpu_server_warns_that_it_is_for_small_models(launch):
+    launcher = launch("--cpu", mode="dies")
+    launcher.wait(PATIENCE_S)
+    assert "Running on a CPU, for tests and small models only." in launcher.stderr.read()
+
+
 def test_python_of_the_server_comes_from_option_or_environment(monkeypatch, stand_in):
     monkeypatch.setenv("RL4LLM_SGLANG_PYTHON", str(stand_in))
     command = server_command("sglang")

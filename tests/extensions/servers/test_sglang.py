@@ -487,3 +487,18 @@ def test_a_server_sleeps_and_wakes_with_the_trainer(newcomer, backend, tmp_path)
             assert {completion.version for completion in found} == {version}
 
     run(fleet, steps)
+
+
+def test_the_health_of_a_sleeping_server_waits_until_it_wakes(client, backend, tmp_path):
+    """Whatever probes it, such as Kubernetes: the request that it makes for that must not reach the sleeping engine."""
+
+    async def work():
+        await publisher("filesystem", client, tmp_path).publish(backend, 1)
+        await client.sleep()
+        probe = asyncio.create_task(client.http.ping("/health", deadline_s=30))
+        await asyncio.sleep(3)
+        assert not probe.done()
+        await client.wake()
+        await probe
+
+    run(client, work)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -233,6 +234,17 @@ def test_an_impossible_directory_gives_no_advice_on_space(tmp_path, root):
     assert "free" not in str(error.value)
 
 
+def test_a_write_that_fails_otherwise_gives_no_space_advice(tmp_path):
+    def write_config(directory):
+        (directory / "missing" / "config.json").write_text("{}")
+
+    named = tensors()
+    with pytest.raises(WeightsError, match=r"could not be written .* Earlier versions are intact") as error:
+        WeightStore(tmp_path).write(1, specs(named), iter(named.items()), write_config)
+    assert "free" not in str(error.value)
+    assert names(tmp_path) == []
+
+
 def test_a_second_store_deletes_nothing_of_the_first(tmp_path):
     first, second = WeightStore(tmp_path, keep=1), WeightStore(tmp_path, keep=1)
     named = tensors()
@@ -257,6 +269,24 @@ def test_a_second_store_deletes_nothing_of_the_first(tmp_path):
         second.prune()
         assert names(tmp_path) == ["LATEST", "v000001", "v000002"]
     assert second.latest().version == 2
+
+
+def test_a_second_process_is_refused_while_the_first_lives(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from rl4llm.extensions.servers.sync.store import WeightStore\n"
+    )
+    script += "with WeightStore(Path(sys.argv[1])).lease(1): print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        first.stdout.readline()
+        store = WeightStore(tmp_path)
+        with pytest.raises(
+            WeightsError, match=rf"in use by another trainer, process {first.pid} on .*sync\.dir"
+        ):
+            write(store, 2)
+        first.kill()
+    write(store, 2)
+    assert names(tmp_path) == ["LATEST", "v000002"]
 
 
 def test_a_closed_store_leaves_its_directory_to_the_next(tmp_path):

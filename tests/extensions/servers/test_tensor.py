@@ -13,7 +13,7 @@ from fault_server import FaultServer, reset, small_model, status
 
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, EnginesDownError, WeightsError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams, TensorSpec, WeightRef
 from rl4llm.extensions.servers.clients import neighbour, sglang_tensors
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
@@ -173,6 +173,29 @@ def test_weights_that_are_not_finite_reach_no_engine(play, backend, kind, value)
         assert server.calls == calls
         assert (await client.version(), await client.checksum()) == (1, before)
         assert (await client.generate([5, 6], PARAMS)).version == 1
+
+    play(story)
+
+
+def test_tensors_other_than_the_models_own_reach_no_engine(play, backend):
+    async def story(server, client):
+        calls = dict(server.calls)
+        specs = backend.weight_specs()
+        for wrong in (specs[:-1], [*specs, TensorSpec("more", (1,), torch.float32)], [*specs[:-1], specs[0]]):
+            backend.weight_specs = lambda wrong=wrong: wrong
+            with pytest.raises(WeightsError, match="The weights"):
+                await TensorPublisher(client, "tensor").publish(backend, 1)
+        assert server.calls == calls
+
+    play(story)
+
+
+def test_what_a_trainer_that_died_left_open_is_closed_first(play, backend):
+    async def story(server, client):
+        await client.http.post("/begin_weight_update", {})
+        weight_ref = await TensorPublisher(client, "tensor").publish(backend, 3)
+        assert not server.open
+        assert await proven(client, backend, weight_ref)
 
     play(story)
 
