@@ -297,7 +297,7 @@ class ServerClient(BaseClient):
                 except EngineError as second:
                     raise type(second)(f"{second} (while recovering from a failed load: {error})") from error
             version = await self.version()
-            if problem is None:
+            if version == weight_ref.version:
                 self.digest = await self.checksum()
             return before, problem, version
         finally:
