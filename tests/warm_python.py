@@ -30,7 +30,7 @@ STAND_IN = """#!{python} -SE
 import json, os, signal, socket, sys
 words = sys.argv[1 + (sys.argv[1:2] == ["-u"]) :]
 server = socket.socket(socket.AF_UNIX)
-if words[:1] not in (["-m"], ["-P"]) and words[0].startswith("-") or server.connect_ex({address!r}):
+if words[:1] not in {forked} and words[0].startswith("-") or server.connect_ex({address!r}):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 asked = json.dumps([words, os.getcwd(), dict(os.environ)]).encode()
 socket.send_fds(server, [len(asked).to_bytes(4, "big")], [0, 1, 2])
@@ -49,7 +49,9 @@ sys.exit(code)
 @contextlib.contextmanager
 def warm(directory):
     """Yield the path of a Python; what still runs of its programs is killed in the end."""
-    address, stand_in = _stand_in(directory, sys.executable)
+    address, stand_in = _stand_in(
+        directory, sys.executable, [["-m"]]
+    )  # with -P runs what looks for its parent
     listens, ready = forks().Pipe(duplex=False)
     process = forks().Process(target=_serve_children, args=(address, stand_in, ready))
     process.start()
@@ -64,7 +66,7 @@ def warm(directory):
 @contextlib.contextmanager
 def warm_of(python, directory, *imported):
     """Yield the path of a Python whose programs start in the environment of `python` with some modules imported."""
-    address, stand_in = _stand_in(directory, python)
+    address, stand_in = _stand_in(directory, python, [["-m"], ["-P"]])
     command = [python, __file__, address, *imported]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.read(1), f"{python} cannot import {imported}"
@@ -74,10 +76,10 @@ def warm_of(python, directory, *imported):
             process.terminate()
 
 
-def _stand_in(directory, python):
-    """Return the address of a server, and the path of a program that asks it to run others."""
+def _stand_in(directory, python, forked):
+    """Return the address of a server, and the path of a program that asks it to run others that begin with `forked`."""
     address, stand_in = Path(directory, "warm.socket"), Path(directory, "python")
-    stand_in.write_text(STAND_IN.format(python=python, address=str(address)))
+    stand_in.write_text(STAND_IN.format(python=python, address=str(address), forked=forked))
     stand_in.chmod(0o755)
     return str(address), str(stand_in)
 
