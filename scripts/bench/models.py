@@ -29,6 +29,10 @@ SHAPES = {
 }  # fmt: skip
 
 
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
 def build_model(size: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A Qwen3-class causal LM of about as many parameters as its name says, in evaluation mode; `changes` to its shape make
     another one."""

@@ -35,8 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from learning import on_gpu
-from models import PROMPTS, SHAPES
+from models import PROMPTS, SHAPES, on_gpu
 from step import SAMPLES, save_model
 from verify import reward
 
