@@ -40,7 +40,8 @@ def trainer(model, url, directory, repeatable):
         str(model), ROWS, [Vowels()], env=BaseMDPEnv if repeatable else Slow, deterministic=repeatable, max_steps=STEPS,
         inference={"name": "embedded", "url": url}, output={"dir": str(directory)}, tracking={"tensorboard": False},
         **{"rollout.max_staleness": 2, "rollout.prompts": 2, "rollout.group_size": 4, "rollout.max_tokens": 6,
-           "env.max_steps": 2, "training.lr": 3e-3, "model.autocast": "none", "eval.every": 0, "checkpoint.every": 0},
+           "env.max_steps": 1 if repeatable else 2, "training.lr": 3e-3, "model.autocast": "none", "eval.every": 0,
+           "checkpoint.every": 0},
     )  # fmt: skip
 
 

@@ -178,7 +178,7 @@ def test_the_example_trains_through_the_sdk(sdk):
     from test_examples import EXAMPLES
 
     printed = sdk(EXAMPLES / "tinker_loop.py", "--model", NAME, "--steps", 2)
-    assert "step 2: mean reward" in printed and "/sampler_weights/sums" in printed
+    assert "step   2: mean reward" in printed and "/sampler_weights/sums" in printed
 
 
 def test_a_client_of_the_sdk_that_is_killed_leaves_nothing(python_of, model_dir, tmp_path, monkeypatch):
