@@ -176,13 +176,14 @@ def hints_of(make: Callable[..., Any]) -> dict[str, Any]:
     if inspect.isclass(make) and not dataclasses.is_dataclass(make):
         return {name: hint for maker in reversed(_makers(make)) for name, hint in hints_of(maker).items()}
     try:
-        return _evaluated(make) if inspect.isclass(make) else get_type_hints(make, include_extras=True)
+        known: Any = make
+        return _evaluated(known) if inspect.isclass(make) else get_type_hints(make, include_extras=True)
     except (NameError, TypeError, AttributeError, SyntaxError, ValueError):
         return {}  # an annotation uses names that only a type checker imports
 
 
 @functools.lru_cache(1024)
-def _evaluated(fields: type) -> dict[str, Any]:
+def _evaluated(fields: Any) -> dict[str, Any]:
     """Return the annotations of a dataclass, for which a configuration asks at each of its keys."""
     return get_type_hints(fields, include_extras=True)
 
