@@ -14,10 +14,10 @@ follows. Lengths and times depend on the episode alone, so that all runs have th
 With `--keep-cache`, unfinished answers continue with the cache of older weights after an update. What that makes of their
 log-probs is in the mismatch.
 
-At the end it prints the ratios of steps per hour, and the limit of each bound: that ratio if each rollout and the rest of
+At the end it prints the ratios of steps per hour, and a limit of each bound: that ratio if each rollout and the rest of
 each step took as long as by turns, and a rollout began `bound` steps early. It also prints how much longer updates took
-than by turns: trainer and server share the memory of the machine. The runs remain in `--output`, and `async_sim.py --run
-OUTPUT/0-0 --beside OUTPUT/0-BOUND` predicts the others.
+than by turns: trainer and server share the memory of the machine. The runs remain in `--output`. `async_sim.py --run
+OUTPUT/0-0` knows that a server with more rows is slower, which gives a lower limit.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def train(model: Path, prompts: list[str], output: Path, options: argparse.Names
             "output.dir": str(output),
             "eval.every": 0,
             "checkpoint.every": 0,
+            "training.epochs": options.epochs,
             "env.max_steps": 2 if options.tool_s else 1,
             "model.autocast": "auto" if on_gpu() else "none",
             **keys,
@@ -104,8 +105,9 @@ def measured(output: Path, options: argparse.Namespace) -> list[dict[str, float]
 
 
 def means_of(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the means of what `MEANS` names."""
-    return {name: statistics.fmean(step.get(name, 0.0) for step in steps) for name in MEANS}
+    """Return the means of what `MEANS` names, over the steps that measured it."""
+    found = {name: [step[name] for step in steps if name in step] for name in MEANS}
+    return {name: statistics.fmean(values) for name, values in found.items() if values}
 
 
 def start(model: Path, options: argparse.Namespace) -> ServerProcess:
@@ -154,6 +156,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SHAPES), default="5m")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="of a step, with 8 samples each")
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=1, help="training.epochs")
     parser.add_argument("--steps", type=int, default=8, help="that count")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
