@@ -90,7 +90,7 @@ def overview(recipe: Recipe) -> str:
     lines = []
     for place, (name, variant, learned, held_out, minutes, memory, where) in enumerate(rows(recipe)):
         cells = [f"[{name}](#{name})"] * (not place) + [variant] * (len(recipe.variants) > 1)
-        when = minutes or where.replace("not run here; needs", "needs")
+        when = minutes or where.replace("not run here; needs", "needs") * (not place)
         lines.append(f"| {', '.join(cells)} | {learned} | {held_out} | {when} | {memory} |")
     return "\n".join(lines)
 
@@ -136,9 +136,7 @@ def result(known: Stored) -> str:
     runs = list(known.seeds.values())
     after = ", ".join(f"{100 * run['curve'][-1][1]:.1f}" for run in runs)
     seeds = "" if [*known.seeds] == [*range(len(runs))] else f" with seeds {', '.join(map(str, known.seeds))}"
-    weights = runs[0]["weights_sha256"]
-    digest = f"weights `{weights[:12]}`" if weights else "not deterministic"
-    return f"{after} %{seeds} ({digest})"
+    return f"{after} %{seeds}{'' if runs[0]['weights_sha256'] else ' (not deterministic)'}"
 
 
 def machine(about: dict) -> str:
