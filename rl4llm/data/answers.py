@@ -16,7 +16,7 @@ from typing import Any
 
 from rl4llm.core.errors import BadRowError, ConfigError, DataError
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.columns import TOOLS, has_column, value_at
+from rl4llm.data.columns import TOOLS, has_column, messages_in, value_at
 from rl4llm.data.load import PROMPT_COLUMNS, Messages, RowReader, conversation
 
 ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -25,6 +25,8 @@ ANSWER_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "labels": ("completion",),
 }
 """The columns that contain the answers of a row, by what an algorithm learns from."""
+
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # text in a .csv
 
 _CALLS = "answers"
 """A column of rows with a `query` and `tools`: the calls that answer the query."""
@@ -80,7 +82,9 @@ class Conversations(_WithAnswers):
                 f"{where}: the prompt contains answers of the assistant, which would be learned too. "
                 "Use a column 'messages'."
             )
-        messages = [*prompt, *answer_of(where, row, column)]
+        answer = answer_of(where, row, column)
+        _check_follows(where, column, answer)
+        messages = [*prompt, *answer]
         return messages, {}, (_dicts(messages),)
 
     def instruction(self, where: str, row: Mapping[str, Any]) -> Messages | None:
@@ -234,14 +238,15 @@ class Labels(_WithAnswers):
         prompt = _checked_prompt(where, row, self.prompt_beside(where, row))
         completion = answer_of(where, row, "completion")
         _check_follows(where, "completion", completion)
-        label = row.get("label")
-        if not isinstance(label, bool | int) or label not in (0, 1):
+        stored = row.get("label")
+        label = _LABELS.get(str(stored).lower())
+        if label is None:
             raise DataError(
-                f"{where}: label={label!r:.60} is not accepted. Accepted: true for a good answer, false for a bad one."
+                f"{where}: label={stored!r:.60} is not accepted. Accepted: true for a good answer, false for a bad one."
             )
         if label:
             check_replies(where, "completion", completion)
-        answers = {"completion": _dicts(completion), "label": bool(label)}
+        answers = {"completion": _dicts(completion), "label": label}
         return prompt, answers, (_dicts(prompt), answers)
 
 
@@ -268,7 +273,7 @@ def answer_of(where: str, row: Mapping[str, Any], column: str, *, alone: bool = 
             f"{where}: the column {column!r} is missing. The row has: {', '.join(map(str, row))}. "
             "Next: rename the column, or choose an algorithm.name that learns from other columns."
         )
-    value = value_at(row, column)
+    value = messages_in(value_at(row, column), f"{where}: {column}")
     if value is None:
         messages = []
     elif column == _CALLS and row.get(TOOLS):

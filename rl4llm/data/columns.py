@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ from rl4llm.core.errors import BadRowError, DataError
 from rl4llm.core.message import MEDIA, UNSEEN, is_media, read_arguments
 
 TOOLS, TEMPLATE_ARGS = "tools", "chat_template_kwargs"
+_LIST = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
+_ROLE = re.compile(r"""[{,]\s*(["'])(role|from)\1\s*:""")
 _OF_SCHEMAS = frozenset(("type", "properties", "$ref", "anyOf", "oneOf", "allOf", "$defs", "required"))
 
 
@@ -60,6 +64,26 @@ def columns_key(row: Mapping[str, Any], own: Sequence[str]) -> str:
             "Next step: remove the column, or choose an environment without tools."
         )
     return json.dumps([tools, args], default=str) if tools or args else ""
+
+
+def messages_in(stored: Any, where: str) -> Any:
+    """Return the messages in a text, which JSON or Python wrote; anything else stays as it is.
+
+    Raises DataError, with `where` it is, for a text that is neither but looks like messages, such as a printed array.
+    """
+    if not isinstance(stored, str) or not _LIST.fullmatch(stored):
+        return stored
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(stored.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        return value if isinstance(value, list) and _are_messages(value) else stored
+    if not _ROLE.search(stored):
+        return stored
+    raise DataError(
+        f"{where}: {stored!r:.60} looks like messages, but is neither JSON nor a list of Python. Write it as JSON."
+    )
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
@@ -148,5 +172,8 @@ def _of_messages(value: Any) -> Any:
         return {key: _of_messages(item) for key, item in value.items()}
     if not isinstance(value, list | tuple) or not value:
         return value
-    messages = all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in value)
-    return without_nulls(value) if messages else value
+    return without_nulls(value) if _are_messages(value) else value
+
+
+def _are_messages(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in items)

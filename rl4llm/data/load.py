@@ -19,7 +19,7 @@ from rl4llm.core.errors import BadRowError, ConfigError, DataError, unknown
 from rl4llm.core.message import ReadPicture
 from rl4llm.core.registry import load
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.columns import has_column, shown_columns, value_at
+from rl4llm.data.columns import has_column, messages_in, shown_columns, value_at
 from rl4llm.data.read import Located, read_rows
 
 if TYPE_CHECKING:
@@ -289,7 +289,8 @@ class RowReader:
 
     def prompt(self, where: str, row: Mapping[str, Any], column: str) -> Messages:
         """Return the messages of a column, or its text as the user's message, inside `prompt_template`."""
-        if (prompt := _column(where, row, "data.prompt_column", column)) is None:
+        stored = _column(where, row, "data.prompt_column", column)
+        if (prompt := messages_in(stored, f"{where}: {column}")) is None:
             return [ChatMessage("user", "")]
         if isinstance(prompt, list | tuple) or (column == "messages" and self.prompt_column is None):
             if self.prompt_template is not None:
@@ -312,8 +313,7 @@ def conversation(where: str, column: str, stored: Any, picture: ReadPicture | No
 
     `picture` reads the images of their parts, which are refused without it.
     """
-    if isinstance(stored, str) and stored.lstrip().startswith("["):
-        stored = json_or_text(stored)
+    stored = messages_in(stored, f"{where}: {column}")
     if not isinstance(stored, list | tuple) or not all(isinstance(message, Mapping) for message in stored):
         raise DataError(
             f"{where}: {column} must be a list of messages {{'role': ..., 'content': ...}}, not {stored!r:.60}."
@@ -325,14 +325,6 @@ def conversation(where: str, column: str, stored: Any, picture: ReadPicture | No
         except DataError as error:
             raise type(error)(f"{where}: message {number} of {column}: {error}") from error
     return messages
-
-
-def json_or_text(text: str) -> Any:
-    """Return what a text contains as JSON, or the text itself."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _drafts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import difflib
 import gzip
@@ -212,7 +211,7 @@ def _csv(path: Path, split: str) -> Iterator[Located]:
                 raise DataError(
                     f"{where}: the row does not have {columns} fields, the number of columns. Fix the row."
                 )
-            yield where, {column: _cell(text) for column, text in row.items()}
+            yield where, {column: text or None for column, text in row.items()}
     except csv.Error as error:
         after = f" after the row at {where}" if where != str(path) else ""
         raise DataError(f"{path}: not valid CSV{after}: {error}.") from error
@@ -228,22 +227,6 @@ def _check_header(names: Sequence[str], text: str, where: str) -> None:
         raise DataError(
             f"{where}:1: the one column {names[0]!r:.80} looks like several. Separate columns by commas, not {found[0]!r}."
         )
-
-
-def _cell(text: str) -> Any:
-    """Return the messages in a cell, which JSON or Python wrote, and None for an empty cell; other text stays as it is."""
-    if not text:
-        return None
-    if not re.match(r"\s*\[\s*\{", text):
-        return text
-    for read in (json.loads, ast.literal_eval):
-        try:
-            value = read(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        if isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value):
-            return value
-    return text
 
 
 def _parquet(path: Path, split: str) -> Iterator[Located]:

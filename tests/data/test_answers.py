@@ -141,6 +141,12 @@ def test_a_row_without_a_pair_is_refused_with_its_line(row, reason, tmp_path):
     assert reason in str(caught.value)
 
 
+def test_labels_of_a_csv_file_are_read(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,completion,label\np,a,True\np,b,0\np,c,false\np,d,1\n")
+    rows = load_rows(tmp_path / "a.csv", learns_from="labels")
+    assert [row["label"] for row in rows] == [True, False, False, True]
+
+
 def test_labelled_answers_are_read_as_texts_or_messages():
     rows = [
         {"prompt": "1+1?", "completion": "2", "label": True},

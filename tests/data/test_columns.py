@@ -60,6 +60,48 @@ def test_a_csv_cell_that_is_no_conversation_stays_text(tmp_path):
     assert [row["messages"][0]["content"] for row in rows] == ["[{1: 2}] in Python?", '[{"a": 1}]']
 
 
+SHARED = [{"from": "human", "value": "What is 1+1?"}]
+ANSWER = [{"role": "assistant", "content": "2"}]
+WRONG = [{"role": "assistant", "content": "3"}]
+COLUMNS = {
+    "prompt": ("episodes", {"prompt": ASKED}),
+    "conversations": ("episodes", {"conversations": SHARED}),
+    "prompt and completion": ("demonstrations", {"prompt": ASKED, "completion": ANSWER}),
+    "an imitated conversation": (
+        "demonstrations",
+        {"conversations": [*SHARED, {"from": "gpt", "value": "2"}]},
+    ),
+    "a pair": ("pairs", {"prompt": ASKED, "chosen": ANSWER, "rejected": WRONG}),
+    "a pair of conversations": ("pairs", {"chosen": [*ASKED, *ANSWER], "rejected": [*ASKED, *WRONG]}),
+    "a label": ("labels", {"prompt": ASKED, "completion": ANSWER, "label": True}),
+}
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+@pytest.mark.parametrize("form", COLUMNS)
+def test_messages_as_text_are_messages_in_every_column(form, write):
+    learns_from, row = COLUMNS[form]
+    text = {column: write(value) if isinstance(value, list) else value for column, value in row.items()}
+    found, wanted = (dict(load_rows([rows], learns_from=learns_from)[0]) for rows in (text, row))
+    for column in ("messages", *(name for name in ("chosen", "rejected") if name in row)):
+        assert found[column] == wanted[column]
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion"])
+def test_a_printed_array_of_messages_is_refused(column):
+    row = {"prompt": "1+1?", "completion": "2"} | {column: repr(ASKED).replace("}, {", "}\n {")}
+    with pytest.raises(
+        DataError, match=rf"dataset\[0\]: {column}: .* looks like messages, but is neither JSON"
+    ):
+        load_rows([row], learns_from="demonstrations")
+
+
+def test_a_completion_that_begins_with_a_question_is_refused():
+    row = {"prompt": "Write a chat.", "completion": json.dumps([*ASKED, *ANSWER])}
+    with pytest.raises(DataError, match="completion must continue with an answer of the assistant"):
+        load_rows([row], learns_from="demonstrations")
+
+
 def test_a_wrong_nested_column_is_named_with_those_of_the_row():
     with pytest.raises(DataError, match=r"Did you mean 'reward_model\.ground_truth'"):
         load_rows([VERL], answer_column="reward_model.groundtruth")
