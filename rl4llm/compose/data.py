@@ -189,7 +189,7 @@ def fit_datasets(
     They count the rows that were left out, and the held-out prompts that are also in the training data.
     """
     config, warnings = setup.config, []
-    if held_out:
+    if held_out and config.max_steps:  # an evaluation has no training data
         overlap_warnings = load("rl4llm.data.overlap:overlap_warnings")
         warnings += overlap_warnings(env.dataset, held_out.dataset, f"{prefix}eval")
     for one, where in ((env, "data"), (held_out, "eval")):

@@ -1,8 +1,11 @@
 """Held-out prompts that are also in the training data are counted, by their content and for every kind of dataset."""
 
+import json
+
 import pytest
 
 from rl4llm.api import DPOTrainer, GRPOTrainer, SFTTrainer
+from rl4llm.cli import main
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.load import Rows
 from rl4llm.data.overlap import overlap_warnings
@@ -64,3 +67,14 @@ def test_every_kind_of_run_reports_the_overlap(model_dir, tmp_path, capsys, trai
     made.trainer.close()
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("eval: 2 of 3 held-out prompts are also in the training data") == 1
+
+
+def test_an_evaluation_has_no_training_data_to_overlap(model_dir, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+1?", "ground_truth": "2"}) + "\n" for n in range(3)))
+    keys = [f"model.path={model_dir}", f"eval.path={file}", "rewards=[math]", "rollout.max_tokens=4"]
+    config = tmp_path / "run.yaml"
+    config.write_text(f"output: {{dir: {tmp_path / 'run'}}}\n")
+    assert main(["eval", str(config), *keys]) == 0
+    shown = capsys.readouterr()
+    assert "also in the training data" not in shown.out + shown.err

@@ -143,7 +143,7 @@ def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
     found = scores(measured.problems, ks)
     result = measured.about() | {"scores": _plain(found), "intervals": INTERVALS, "metrics": measured.metrics}
     how = f"{measured.samples} sample(s) at temperature {measured.temperature:g}"
-    title = f"held-out set of {arguments.config}, step {measured.step}, {how}"
+    title = f"{measured.model} on the held-out set of {arguments.config}, {how}"
     tables: list[Table | str] = [_scores_table(title, found), _metrics_table(measured.metrics)]
     tables += examples(measured.problems)
     return _Report(result, tables, measured.problems, differences)
