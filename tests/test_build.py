@@ -130,6 +130,26 @@ def test_a_run_begins_with_a_warning_of_what_it_cannot_use(make, keys, text, mod
         assert " ".join(capsys.readouterr().out.split()).count(text) == expected
 
 
+class Hints(BaseMDPEnv):
+    def respond(self, sample):
+        return [ChatMessage("user", "Higher.")]
+
+
+def test_a_run_warns_of_replies_that_no_turn_reads(model_dir, tmp_path, capsys):
+    for number, (env, keys, expected) in enumerate(
+        [
+            (Hints, {}, 1),
+            (f"{__name__}:Hints", {}, 1),
+            (Hints, {"env.max_steps": 1}, 0),
+            (Hints, {"env.max_steps": 2}, 0),
+            (None, {}, 0),
+        ]
+    ):
+        trainer(model_dir, tmp_path / f"{number}", env=env, **keys).trainer.close()
+        shown = " ".join(capsys.readouterr().out.split())
+        assert shown.count("the policy never reads what Hints.respond returns") == expected
+
+
 def test_a_tokenizer_of_another_model_is_refused_by_name(model_dir, tokenizer, tmp_path):
     large = build_tokenizer(
         TEXTS * 4 + ["many other words of another language, zwei drei vier"] * 9, vocab_size=400

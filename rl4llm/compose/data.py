@@ -188,7 +188,7 @@ def fit_datasets(
 
     They count the rows that were left out, and the held-out prompts that are also in the training data.
     """
-    config, warnings = setup.config, []
+    config, warnings = setup.config, _unread_replies(env, setup.config, prefix)
     if held_out and config.max_steps:  # an evaluation has no training data
         overlap_warnings = load("rl4llm.data.overlap:overlap_warnings")
         warnings += overlap_warnings(env.dataset, held_out.dataset, f"{prefix}eval")
@@ -203,6 +203,17 @@ def fit_datasets(
             f"{context_length} tokens with the prompt: a turn ends where the context does. Set it lower."
         )
     return warnings + ([] if prefix else few_rows(setup, env.dataset))
+
+
+def _unread_replies(env: BaseMDPEnv, config: Config, prefix: str) -> list[str]:
+    """Return a warning if an environment of the user answers, and the default of one turn ends each episode before."""
+    own = not type(env).respond.__module__.startswith("rl4llm.")
+    if not own or env.max_steps > 1 or "max_steps" in config.env:
+        return []
+    return [
+        f"{prefix}env: an episode has one turn, so the policy never reads what {type(env).__name__}.respond returns. "
+        "Next: set env.max_steps to the number of turns; env.max_steps=1 keeps one."
+    ]
 
 
 def few_rows(setup: Setup, rows: Any) -> list[str]:
