@@ -168,11 +168,14 @@ def readable_rows(rows: Any, rewards: Sequence[BaseRewardFunction], *, skip: boo
 def _fault(row: Mapping[str, Any], rewards: Sequence[BaseRewardFunction]) -> str:
     """Return why a reward, or one inside it, cannot score a row, "" if all can."""
     columns = {name: row[name] for name in row if name not in ("prompt_id", "messages", "ground_truth")}
+    truth = row["ground_truth"]
     for reward in rewards:
         try:
-            reward.check_row(row["ground_truth"], columns)
+            reward.check_row(truth, columns)
         except DataError as error:
             return str(error)
+        if isinstance(truth, float) and truth != truth and needs_ground_truth(reward):
+            return f"the ground truth is NaN, a missing value, with which the reward {reward.name!r} compares answers."
         if fault := _fault(row, reward.parts):
             return fault
     return ""

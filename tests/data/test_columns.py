@@ -146,13 +146,15 @@ WITH = [
 ]
 
 
-def built(model_dir, tmp_path, rewards):
+OPEN = [{"prompt": "What is 1+1?", "ground_truth": "2"}, {"prompt": "Say hi."}]
+
+
+def built(model_dir, tmp_path, rewards, rows=OPEN, **keys):
     file = tmp_path / "open.jsonl"
-    rows = [{"prompt": "What is 1+1?", "ground_truth": "2"}, {"prompt": "Say hi."}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config(overrides={
         "model.path": str(model_dir), "data.path": str(file), "eval.every": 0, "output.dir": str(tmp_path / "run"),
-        "rollout.prompts": 1, "rollout.group_size": 2, "rollout.max_tokens": 4,
+        "rollout.prompts": 1, "rollout.group_size": 2, "rollout.max_tokens": 4, **keys,
     })  # fmt: skip
     from rl4llm.compose.tables import Given
 
@@ -177,6 +179,15 @@ def test_a_reward_that_compares_names_the_row_without_answer(reward, model_dir, 
     name = as_reward_function(reward).name
     with pytest.raises(DataError, match=rf"open\.jsonl:2 .* has no ground truth, .* the reward '{name}'"):
         built(model_dir, tmp_path, [reward])
+
+
+@pytest.mark.parametrize("reward", WITH, ids=name)
+def test_a_missing_number_is_no_ground_truth(reward, model_dir, tmp_path):
+    rows = [{"prompt": "1+1?", "ground_truth": 2.0}, {"prompt": "2+2?", "ground_truth": float("nan")}]
+    with pytest.raises(DataError, match=r"open\.jsonl:2 .*(a missing value|nan is not an answer)"):
+        built(model_dir, tmp_path, [reward], rows)
+    with built(model_dir, tmp_path, [reward], rows, **{"data.bad_rows": "skip"}) as trainer:
+        assert [row["ground_truth"] for row in trainer.rollout.env.dataset] == [2.0]
 
 
 def test_a_function_of_columns_gets_no_empty_ground_truth():
