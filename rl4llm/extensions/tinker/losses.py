@@ -110,8 +110,10 @@ def loss_of(name: str, options: Mapping[str, float | str]) -> tuple[Loss, dict[s
     return loss, {**loss.options, **numbers}
 
 
-def check_data(name: str, loss: Loss, data: Sequence[Datum], vocabulary: int) -> None:
-    """Raise ConfigError for a datum whose tensors are not those of the loss, one number for each of its targets."""
+def check_data(name: str, loss: Loss, data: Sequence[Datum], vocabulary: int, longest: int) -> None:
+    """Raise ConfigError for a datum of more than `longest` tokens, or whose tensors are not those of the loss: one finite
+    number for each of its targets, which are token ids.
+    """
     for number, datum in enumerate(data):
         where, given = f"datum {number} of {len(data)} for loss_fn={name!r}", datum.inputs
         missing = [key for key in (TARGETS, *loss.needs) if key not in given]
@@ -129,11 +131,25 @@ def check_data(name: str, loss: Loss, data: Sequence[Datum], vocabulary: int) ->
                 f"{list(shape)}. Accepted: one number for each token"
                 f"{'' if loss.surrogate else ', or K of them'}."
             )
-        for what, ids in (("the input", datum.tokens), (TARGETS, given[TARGETS])):
-            if ids.min() < 0 or ids.max() >= vocabulary:
-                raise ConfigError(
-                    f"{where}: {what} has a token id outside the vocabulary: 0 to {vocabulary - 1}."
-                )
+        if length > longest:
+            raise ConfigError(
+                f"{where} has {length} input tokens. Accepted: the model's context of {longest}, or fewer."
+            )
+        _check_values(where, datum, vocabulary)
+
+
+def _check_values(where: str, datum: Datum, vocabulary: int) -> None:
+    """Raise ConfigError for numbers that are not finite, and for what is not a token id."""
+    targets = datum.inputs[TARGETS]
+    if infinite := [key for key, tensor in datum.inputs.items() if not tensor.isfinite().all()]:
+        raise ConfigError(f"{where}: {infinite[0]} has NaN or infinite numbers. Accepted: finite ones.")
+    if targets.is_floating_point():
+        raise ConfigError(f"{where}: {TARGETS} is {targets.dtype}. Accepted: int64 or int32.")
+    for what, ids in (("the input", datum.tokens), (TARGETS, targets)):
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise ConfigError(
+                f"{where}: {what} has a token id outside the vocabulary: 0 to {vocabulary - 1}."
+            )
 
 
 def batch_of(data: Sequence[Datum]) -> TrainBatch:

@@ -24,7 +24,7 @@ from rl4llm.backends.models import load_model, stored_tokenizer
 from rl4llm.backends.optimizer import OptimizerOptions
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_backend import ADAPTER_WEIGHTS
-from rl4llm.core.errors import CheckpointError, ConfigError, unknown
+from rl4llm.core.errors import CheckpointError, ConfigError, EngineError, unknown
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.tinker.losses import TARGETS, all_computed, batch_of, check_data, loss_of, total
 from rl4llm.extensions.tinker.messages import Datum, ForwardBackward
@@ -114,9 +114,8 @@ class Trained:
     def forward_backward(self, request: ForwardBackward) -> tuple[list[Tensor], dict[str, float]]:
         """Return the log-probs of each datum's targets, in their shape, and the metrics; add the gradient if asked to."""
         loss, options = loss_of(request.loss_fn, request.options)
-        check_data(
-            request.loss_fn, loss, request.data, self.backend.model.get_input_embeddings().num_embeddings
-        )
+        vocabulary = self.backend.model.get_input_embeddings().num_embeddings
+        check_data(request.loss_fn, loss, request.data, vocabulary, self.base.context_length)
         logprobs: list[Tensor] = []
         summed = 0.0
         for data in _parts(request.data):
@@ -147,7 +146,10 @@ class Trained:
         return logprobs_of_logits(states_MD, targets_M)[0]
 
     def optim_step(self, given: Mapping[str, Any]) -> dict[str, float]:
-        """Take a step of AdamW with the parameters of a request; return the metrics."""
+        """Take a step of AdamW with the parameters of a request; return the metrics.
+
+        Raises ConfigError for other parameters, and EngineError if the gradient is not finite: then the weights stay.
+        """
         accepted = {*ADAM, "beta1", "beta2"}
         if other := sorted(given.keys() - accepted - {"type"}):
             raise ConfigError(unknown("adam_params", other[0], accepted))
@@ -155,7 +157,13 @@ class Trained:
         options = {"lr": 1e-4, "eps": 1e-12, "max_grad_norm": 0.0, **options}
         betas = float(given.get("beta1", 0.9)), float(given.get("beta2", 0.95))
         self.backend.optimizer.use(OptimizerOptions(betas=betas, **options))
-        return {f"{name}:mean": value for name, value in self.backend.optim_step().items()}
+        metrics = self.backend.optim_step()
+        if "skipped" in metrics:
+            raise EngineError(
+                "The gradient is NaN or infinite, so optim_step discarded it and changed no weights. Next: compare the "
+                "log-probs of forward_backward with those that the data brings."
+            )
+        return {f"{name}:mean": value for name, value in metrics.items()}
 
     def save(self, directory: Path) -> None:
         """Write weights and optimizer."""

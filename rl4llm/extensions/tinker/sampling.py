@@ -31,13 +31,14 @@ async def drawn(sampler_of: Callable[[], ModelSampler], body: Mapping[str, Any])
     tokens = _tokens(body["prompt"])
     count, given = body.get("num_samples", 1), body.get("sampling_params") or {}
     sampler = sampler_of()
+    _check_counts(body, len(tokens), sampler.client.vocab_size)
     sampler.running += 1
     try:
         params = params_of(given, sampler.client.context_length - len(tokens))
         seeds = [derive_seed(params.seed, "sample", number) for number in range(count)]
-        prompt = _scores(sampler, tokens, body)
         asked = (sampler.client.generate(tokens, params.replace(seed=seed)) for seed in seeds)
-        completions = await asyncio.gather(*asked)
+        completions = await asyncio.gather(*asked)  # refuses a prompt that the model cannot read
+        prompt = _scores(sampler, tokens, body)
         top = body.get("topk_sample_logprobs") or 0
         likely: list[tuple[Tensor, Tensor] | None] = [None] * count
         if top:
@@ -49,6 +50,13 @@ async def drawn(sampler_of: Callable[[], ModelSampler], body: Mapping[str, Any])
         sampler.running -= 1
 
 
+def _check_counts(body: Mapping[str, Any], length: int, vocabulary: int) -> None:
+    ranges = {"topk_prompt_logprobs": (0, vocabulary), "topk_sample_logprobs": (0, vocabulary)}
+    for key, (least, most) in {**ranges, "prompt_logprobs_last_n": (1, length - 1)}.items():
+        if body.get(key) is not None and not least <= body[key] <= most:
+            raise ConfigError(f"{key}={body[key]} is not accepted. Accepted: {least} to {most}.")
+
+
 def params_of(given: Mapping[str, Any], room: int) -> SamplingParams:
     """Return the parameters of a request; without `max_tokens` a completion may fill the room that is left."""
     stop = given.get("stop") or ()
@@ -56,7 +64,7 @@ def params_of(given: Mapping[str, Any], room: int) -> SamplingParams:
     optional: dict[str, Any] = {
         "temperature": given.get("temperature"),
         "top_p": given.get("top_p"),
-        "max_tokens": given.get("max_tokens") or max(room, 1),
+        "max_tokens": max(room, 1) if given.get("max_tokens") is None else given["max_tokens"],
         "seed": secrets.randbits(62) if given.get("seed") is None else given["seed"],
     }
     return SamplingParams(

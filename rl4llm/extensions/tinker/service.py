@@ -184,7 +184,9 @@ class Service:
     def asample(self, body: Body) -> Body:
         sampling = body.get("sampling_session_id") or ""
         self._check(sampling, self._sampling, "sampling session")
-        request_id, count = f"{sampling}:{body['seq_id']}", int(body.get("num_samples") or 1)
+        request_id, count = f"{sampling}:{body['seq_id']}", body.get("num_samples", 1)
+        if not (isinstance(count, int) and count > 0):
+            raise ConfigError(f"num_samples={count!r} is not accepted. Accepted: 1 or above.")
         if request_id not in self._promises:
             promise = self._promise(request_id, sampling.partition(":")[0], binary=True)
             of = partial(self._samplers.of, *self._sampling[sampling])

@@ -1,7 +1,9 @@
 """Clients of the Tinker protocol train and sample models of this machine."""
 
 import asyncio
+import gc
 import json
+import math
 import os
 import signal
 import threading
@@ -301,6 +303,9 @@ def test_micro_batches_change_no_gradient(client, monkeypatch):
         ("ppo", {}, {"weights": torch.ones(11)}, "unknown weights"),
         ("ppo", {}, {"logprobs": torch.zeros(3)}, "logprobs has the shape [3]"),
         ("ppo", {}, {"target_tokens": torch.full((11,), 10**6)}, "outside the vocabulary"),
+        ("ppo", {}, {"target_tokens": torch.ones(11)}, "target_tokens is torch.float32"),
+        ("ppo", {}, {"advantages": torch.full((11,), math.nan)}, "advantages has NaN or infinite"),
+        ("ppo", {}, {"logprobs": torch.full((11,), -math.inf)}, "logprobs has NaN or infinite"),
     ],
 )
 def test_a_wrong_loss_is_answered_with_what_is_accepted(client, loss, options, change, message):
@@ -311,6 +316,50 @@ def test_a_wrong_loss_is_answered_with_what_is_accepted(client, loss, options, c
         client.losses(model, 1, [(tokens, inputs)], loss, **options)
     assert caught.value.args[0] == "user" and message in caught.value.args[1]
     client.losses(model, 2, rollouts(), "ppo")  # the model goes on
+
+
+def test_a_datum_beyond_the_context_is_refused(client):
+    data = [([3] * length, {"target_tokens": torch.full((length,), 3), "weights": torch.ones(length)})
+            for length in (512, 513)]  # fmt: skip
+    model = client.model()
+    client.losses(model, 1, data[:1], forward_only=True)
+    with pytest.raises(Refused, match=r"datum 1 of 2.* has 513 input tokens. Accepted: .* 512"):
+        client.losses(model, 2, data)
+
+
+def test_a_step_on_a_gradient_that_is_not_finite_is_an_error(client):
+    model, (tokens, inputs) = client.model(), rollouts()[0]
+    unlikely = {**inputs, "logprobs": torch.full((11,), -1e9), "advantages": torch.ones(11)}
+    before = client.losses(model, 1, demonstrations(), forward_only=True)[1]
+    client.losses(model, 2, [(tokens, unlikely)], "importance_sampling")
+    with pytest.raises(Refused, match="NaN or infinite, so optim_step discarded it"):
+        client.do("optim_step", model_id=model, seq_id=3, adam_params=LEARNS)
+    assert client.losses(model, 4, demonstrations())[1] == before
+    assert client.do("optim_step", model_id=model, seq_id=5, adam_params=LEARNS)["metrics"]["grad_norm:mean"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"params": {"max_tokens": 0}}, "max_tokens=0 is not accepted: at least 1"),
+        ({"count": 0}, "num_samples=0 is not accepted"),
+        ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1 is not accepted. Accepted: 0 to"),
+        ({"topk_sample_logprobs": -1}, "topk_sample_logprobs=-1 is not accepted"),
+        (
+            {"prompt_logprobs": True, "prompt_logprobs_last_n": 4},
+            "prompt_logprobs_last_n=4 .* Accepted: 1 to 3",
+        ),
+        ({"tokens": [3, 10**6], "prompt_logprobs": True}, "token id 1000000 is outside the vocabulary"),
+        ({"tokens": [3] * 512, "prompt_logprobs": True}, "a prompt of 512 tokens leaves no room"),
+        ({"tokens": [], "prompt_logprobs": True}, "the prompt is empty"),
+    ],
+)
+def test_a_sample_that_cannot_be_drawn_is_refused_by_name(client, asked, message, caplog):
+    sampler = client.sampler(base_model=NAME)
+    with pytest.raises(Refused, match=message):
+        client.sample(sampler, 0, **{"tokens": [3, 4, 5, 6], **asked})
+    gc.collect()
+    assert not caplog.records  # the client is told, and nobody else
 
 
 def test_requests_that_cannot_be_served_are_refused_by_name(server, client):
