@@ -3,18 +3,15 @@
 import gc
 import json
 import os
-import shutil
 import subprocess
 import time
 import weakref
 
 import pytest
-from tinker_client import KEY, NAME, served_apart, served_here
+from tinker_client import KEY, NAME, put_into_cache, served_apart, served_here
 
 from rl4llm.backends.tiny import save_model
 from rl4llm.extensions.tinker import server, service
-
-SNAPSHOT = "abc"  # any name of a commit
 
 ROWS = """
 import random, runpy, sys
@@ -116,12 +113,7 @@ def sdk(python_of, _model, tokenizer, tmp_path_factory):
     """Return run(words): a program of the SDK's environment, beside a server of a small model."""
     python, home = python_of("tinker"), tmp_path_factory.mktemp("sdk")
     save_model(_model, tokenizer, home / "model")
-    hub = (
-        home / "hf" / "hub" / f"models--{NAME.replace('/', '--')}"
-    )  # where the cookbook looks for the tokenizer
-    (hub / "refs").mkdir(parents=True)
-    (hub / "refs" / "main").write_text(SNAPSHOT)
-    shutil.copytree(home / "model", hub / "snapshots" / SNAPSHOT)
+    put_into_cache(home / "hf" / "hub", NAME, home / "model")  # where the cookbook looks for the tokenizer
     kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "OMP_NUM_THREADS")}
     settings = {
         "TINKER_API_KEY": KEY,

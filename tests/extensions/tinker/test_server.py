@@ -6,6 +6,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from concurrent.futures import Future, wait
@@ -13,7 +15,17 @@ from functools import partial
 
 import pytest
 import torch
-from tinker_client import KEY, NAME, Client, Refused, read_losses, served_apart, served_here, sparse
+from tinker_client import (
+    KEY,
+    NAME,
+    Client,
+    Refused,
+    put_into_cache,
+    read_losses,
+    served_apart,
+    served_here,
+    sparse,
+)
 
 from rl4llm.algorithms.cispo import CISPO
 from rl4llm.algorithms.grpo import GRPO
@@ -500,6 +512,23 @@ def test_model_that_cannot_be_loaded_is_refused_with_the_option(tmp_path, capsys
     assert main(["serve", "tinker", *words]) == 1
     told = " ".join(capsys.readouterr().err.split())
     assert "empty' has no config.json" in told and "Next: --model m=DIRECTORY serves a local copy" in told
+
+
+def test_a_model_of_the_hub_is_served_by_its_name(model_dir, tmp_path):
+    name, kept = "org/name", ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")
+    put_into_cache(tmp_path / "hf" / "hub", name, model_dir)
+    environment = {key: os.environ[key] for key in kept if key in os.environ}
+    environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "TINKER_API_KEY": KEY}
+    words = (sys.executable, "-m", "rl4llm", "serve", "tinker", "--port", "0", "--model", name)
+    with subprocess.Popen(words, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as served:
+        try:
+            url = next(line.split()[0] for line in served.stderr if line.startswith("http"))
+            client = Client(url)
+            info = client.call("get_info", model_id=client.model(base_model=name))
+            assert info["model_data"]["tokenizer_id"] == name  # the client takes it from its own cache
+            assert client.sample(client.sampler(base_model=name), 0, [3, 4]).tokens
+        finally:
+            served.kill()
 
 
 def test_a_client_without_a_heartbeat_frees_what_it_had(model_dir, tmp_path):

@@ -1,6 +1,7 @@
 """A plain client of the protocol, and a server of it in this process or in another one."""
 
 import json
+import shutil
 import threading
 import time
 import urllib.error
@@ -20,6 +21,7 @@ from rl4llm.runtime.ports import free_port
 
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 KEY = "tml-test"
+COMMIT = "abc"  # any name
 Samples = namedtuple("Samples", "tokens logprobs stops prompt_logprobs likely targets")
 
 
@@ -146,6 +148,14 @@ def read_samples(body):
         matrix(samples.prompt_likely) if samples.HasField("prompt_likely") else None,
         tensor_of(samples.targets) if samples.HasField("targets") else None,
     )
+
+
+def put_into_cache(hub, name, model_dir):
+    """Put a model below a directory where the libraries of the hub look for it, as a download would."""
+    cached = hub / f"models--{name.replace('/', '--')}"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(COMMIT)
+    shutil.copytree(model_dir, cached / "snapshots" / COMMIT)
 
 
 @contextmanager
