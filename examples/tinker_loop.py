@@ -80,7 +80,7 @@ def main():
         "--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="its name on the server"
     )
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--lr", type=float, default=2e-4)
     given = parser.parse_args()
     training = (
         tinker.ServiceClient().create_lora_training_client(base_model=given.model, rank=16, seed=0).result()
