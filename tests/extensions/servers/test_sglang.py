@@ -228,9 +228,11 @@ def test_the_server_refuses_a_repeated_request_id(client):
     run(client, work)
 
 
-@pytest.mark.parametrize("way", sampled(WAYS, ["tensor"]))
-def test_grpo_learns_through_the_server(sglang_url, model_dir, learns, tmp_path, way):
-    learns(model_dir, tmp_path, {"name": "sglang", "url": sglang_url}, way)
+@pytest.mark.parametrize("way", sampled([*WAYS, "lora"], ["lora"]))
+def test_grpo_learns_through_the_server(client, model, model_dir, learns, adaptable, tmp_path, way):
+    base = adaptable(model) if way == "lora" else model_dir
+    run(client, lambda: client.load(WeightRef(0, "full", str(base))))
+    learns(base, tmp_path / "run", {"name": "sglang", "url": client.base_url}, way)
 
 
 def test_versions_of_an_adapter_share_a_batch_and_each_is_proven(client, backend, model, tmp_path):

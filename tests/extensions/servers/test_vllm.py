@@ -1075,6 +1075,7 @@ def test_a_run_with_cohost_takes_over_a_sleeping_server(real, run, tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.sweep  # an adapter learns through SGLang, and trains through vLLM in test_vllm_images.py
 def test_grpo_learns_an_adapter_through_the_server(real, run, learns, adaptable, tmp_path):
     base = adaptable(real.models[0])
     run(lambda client: client.load(WeightRef(0, "full", str(base))))
