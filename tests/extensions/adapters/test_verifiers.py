@@ -48,6 +48,7 @@ def python(real_python, tmp_path_factory):
         "openai",
         "verifiers.v1.clients",
         "verifiers.v1.harnesses.null",
+        "verifiers.v1.tasksets",
         "verifiers.v1.utils.loaders",
     )
     with warm_of(real_python, tmp_path_factory.mktemp("warm"), *imported) as path:
@@ -55,8 +56,9 @@ def python(real_python, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rows(python):
-    return {split: verifiers_prompts(split, 8, task=TASK, python=python) for split in ("train", "test")}
+def rows(real_python, python):
+    pythons = {"train": real_python, "test": python}
+    return {split: verifiers_prompts(split, 8, task=TASK, python=pythons[split]) for split in pythons}
 
 
 @pytest.fixture
@@ -197,12 +199,12 @@ def test_a_set_of_few_tasks_names_the_way_out(tmp_path, split, way):
         verifiers_prompts(split, task=TASK, python=str(no_tasks))
 
 
-def test_a_configuration_trains_on_tasks_of_verifiers(model_dir, tmp_path, real_python):
+def test_a_configuration_trains_on_tasks_of_verifiers(model_dir, tmp_path, python):
     small = SmallRun.at(tmp_path, model_dir)
     env = [
         "env.name=verifiers",
         f"env.task={TASK}",
-        f"env.python={real_python}",
+        f"env.python={python}",
         "env.processes=2",
         "data.path=null",
     ]

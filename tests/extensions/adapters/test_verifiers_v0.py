@@ -46,14 +46,20 @@ def real_python(folder):
 @pytest.fixture(scope="module")
 def python(real_python, tmp_path_factory):
     """Return verifiers' Python, which has imported it."""
-    imported = "datasets", "openai", "verifiers.clients", "verifiers.envs.singleturn_env", "verifiers.errors"
+    imported = (
+        "datasets",
+        "openai",
+        "verifiers.clients",
+        "verifiers.envs.tool_env",
+        "verifiers.utils.env_utils",
+    )
     with warm_of(real_python, tmp_path_factory.mktemp("warm"), *imported) as path:
         yield path
 
 
 @pytest.fixture(scope="module")
-def rows(python):
-    return verifiers_prompts("train", 2, task=TASK, python=python)
+def rows(real_python):
+    return verifiers_prompts("train", 2, task=TASK, python=real_python)
 
 
 @pytest.fixture
@@ -150,9 +156,9 @@ def test_old_environments_need_an_old_verifiers(folder):
         verifiers_prompts("train", 2, task=TASK, python=sys.executable)
 
 
-def test_a_configuration_trains_on_old_verifiers(model_dir, tmp_path, real_python):
+def test_a_configuration_trains_on_old_verifiers(model_dir, tmp_path, python):
     small = SmallRun.at(tmp_path, model_dir)
-    env = ["env.name=verifiers", f"env.task={TASK}", f"env.python={real_python}", "env.options={kind: sums}"]
+    env = ["env.name=verifiers", f"env.task={TASK}", f"env.python={python}", "env.options={kind: sums}"]
     run = ["env.processes=2", "data.path=null", "rewards=null", "rollout.prompts=1", "max_steps=1"]
     assert main(["train", *small.into("run", *env, *run)]) == 0
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
