@@ -272,7 +272,7 @@ def train(seer, output, *changes):
 
 def check_tower_trains(seer, output, *changes):
     """A tower trains through the server; return the episodes whose first turn has a placeholder, by chance."""
-    sizes = "rollout.group_size=16", "rollout.max_tokens=100"
+    sizes = "rollout.group_size=6", "rollout.max_tokens=100"
     weights, episodes = train(seer, output, "model.vision=train", *sizes, *changes)
     before = load_file(seer.directory / "model.safetensors")
     assert max((weights[name] - before[name]).abs().max() for name in before if "visual" in name) > 1e-3
