@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from rl4llm.runtime.supervise import SUPERVISE
+from rl4llm.runtime.supervise import supervised
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = {"trainer": (0, 1), "server": (0, 1, 1), "router": (0,), "env": (1,)}  # on which machine each is
@@ -84,14 +84,7 @@ class Machines:
         self, number: int, words: list[str], log: Path, environ: dict[str, str]
     ) -> subprocess.Popen[bytes]:
         with log.open("wb") as file:
-            supervisor = [
-                sys.executable,
-                "-P",
-                str(SUPERVISE),
-                str(os.getpid()),
-                str(GRACE_S),
-            ]  # for when this is killed
-            command = [*supervisor, "ip", "netns", "exec", self.names[number], *words]
+            command = supervised(["ip", "netns", "exec", self.names[number], *words], GRACE_S)
             return subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environ}
             )

@@ -14,7 +14,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl4llm.config import load_config
-from rl4llm.runtime.supervise import SUPERVISE
+from rl4llm.runtime.supervise import supervised
 
 CPUS = 8  # of each process
 
@@ -31,9 +31,9 @@ def address() -> str:
 @ray.remote(max_retries=3)  # the trainer resumes from its last checkpoint
 def start(config: str, role: str, environ: dict[str, str]) -> None:
     command = [sys.executable, "-m", "rl4llm", "launch", config, "--as", role]
-    ends_with_this_task = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), "120"]
+    ends_with_this_task = supervised(command, 120)
     everything = {**os.environ, **environ}
-    subprocess.run([*ends_with_this_task, *command], check=True, cwd=os.path.dirname(config), env=everything)
+    subprocess.run(ends_with_this_task, check=True, cwd=os.path.dirname(config), env=everything)
 
 
 def main(config: str) -> None:

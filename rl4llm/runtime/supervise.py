@@ -19,8 +19,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -29,6 +30,8 @@ PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # of prctl(2)
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 LOOK_S = 0.2  # how often to check that the launcher is alive
 GIVE_UP_S = 30.0  # a process that hangs in a kernel driver cannot be killed
+LAST_LINES, TAIL_BYTES = 40, 65536  # of the log of a process that ended
+LONGEST_LINE = 400  # SGLang prints all its options in one line of 20,000 characters
 
 
 class Bell:
@@ -114,6 +117,52 @@ def supervise(launcher_pid: int, grace_s: float, command: Sequence[str]) -> int:
         bell.wait(0.02)
     code = -signal.SIGKILL if family.exit_code is None else family.exit_code
     return code if code >= 0 else 128 - code
+
+
+def supervised(command: Sequence[str], grace_s: float) -> list[str]:
+    """Return the words that run a command under this file, which ends it with this process."""
+    return [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(grace_s), *command]
+
+
+def start(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    grace_s: float,
+    *,
+    directory: Path | None = None,
+    log: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a supervised process in a separate session, so that Ctrl-C in a terminal reaches only this one.
+
+    Args:
+        environ: variables in addition to those of this process.
+        grace_s: seconds that it gets to end.
+    """
+    return subprocess.Popen(
+        supervised(command, grace_s),
+        env={**os.environ, **environ},
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
+def last_lines(log: Path, begin: int = 0) -> list[str]:
+    """Return the last lines of a log that were written from byte `begin` on, without empty ones."""
+    if not log.exists():
+        return []
+    with open(log, "rb") as file:
+        file.seek(max(begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line[:LONGEST_LINE] for line in lines if line.strip()][-LAST_LINES:]
+
+
+def last_words(log: Path, begin: int = 0) -> str:
+    """Return the last lines of a log with its path, for messages about a process that ended."""
+    lines = last_lines(log, begin)
+    return "\n".join([f"The last lines of {log}:", *lines]) if lines else f"{log} is empty."
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import short_environment
 from rl4llm.core.registry import imported
 from rl4llm.runtime.raised import raised
-from rl4llm.runtime.supervise import SUPERVISE
+from rl4llm.runtime.supervise import supervised
 from rl4llm.runtime.threads import in_own_thread
 
 MAX_OUTPUT = 1024**2  # bytes of an agent's standard output that are kept
@@ -88,7 +87,7 @@ class CommandAgent:
         no_proxy = ",".join(filter(None, (self.env.get("NO_PROXY", os.environ.get("NO_PROXY")), "127.0.0.1")))
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(GRACE_S), *self.words),
+            *supervised(self.words, GRACE_S),
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,

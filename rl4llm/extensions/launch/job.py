@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.extensions.launch.roles import Role
-from rl4llm.runtime.supervise import SUPERVISE
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +94,3 @@ def places(machines: Sequence[Mapping[str, int]], roles: Sequence[Role]) -> list
             "trainer=2 is not accepted for one machine: one trainer starts launch.nproc processes on its machine."
         )
     return found
-
-
-def start(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    grace_s: float,
-    *,
-    directory: Path | None = None,
-    log: IO[bytes] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a process in a separate session, so that only we pass signals on to it; it ends when this process does.
-
-    Args:
-        environ: variables in addition to those of this process.
-        grace_s: seconds that it gets to end.
-    """
-    supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(grace_s)]
-    return subprocess.Popen(
-        [*supervisor, *command],
-        env={**os.environ, **environ},
-        cwd=directory,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )

@@ -10,19 +10,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 from rl4llm.config import Config, load_config
 from rl4llm.extensions.launch.devices import check_gpus, present
-from rl4llm.extensions.launch.job import Assignment, places, start
+from rl4llm.extensions.launch.job import Assignment, places
 from rl4llm.extensions.launch.ranks import STOPPED
 from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, log_of, roles
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.ports import free_port
+from rl4llm.runtime.supervise import last_words, start
 from rl4llm.runtime.watchdog import stop_signals
 
 HOST = "127.0.0.1"
-LAST_LINES, LONGEST_LINE, TAIL_BYTES = 40, 400, 65536  # how much of the log of a process that ended is shown
 LOOK_S = 0.2
 GRACE_S = 120.0  # to finish the current step and save a checkpoint
 
@@ -53,7 +52,7 @@ def launch_here(
                 say(f"Starting {_name(place)}; its log is {log}")
         trainer = processes.pop(found[0])
         code = _wait(
-            trainer, processes, lambda place: _last_words(log_of(chosen, place.role.name, place.number)), say
+            trainer, processes, lambda place: last_words(log_of(chosen, place.role.name, place.number)), say
         )
     if code == STOPPED:
         say("Stopped. The same command with --on local resumes the run.")
@@ -102,15 +101,6 @@ def _hosts(role: Role) -> list[str]:
     return [f"{HOST}:{free_port(HOST)}" for _ in range(role.count)]
 
 
-def _last_words(log: Path) -> str:
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        lines = [
-            line[:LONGEST_LINE] for line in file.read().decode(errors="replace").splitlines() if line.strip()
-        ]
-    return "\n".join([f"The last lines of {log}:", *lines[-LAST_LINES:]]) if lines else f"{log} is empty."
-
-
 def _name(place: Assignment) -> str:
     return f"{place.role.name} {place.number}"
 
@@ -123,7 +113,7 @@ def own(place: Assignment) -> dict[str, str]:
 def _wait(
     trainer: subprocess.Popen[bytes],
     others: Mapping[Assignment, subprocess.Popen[bytes]],
-    last_words: Callable[[Assignment], str],
+    words_of: Callable[[Assignment], str],
     say: Callable[[str], None],
 ) -> int:
     """Return the exit code of the trainer, or of another process that ended first, which stops the trainer.
@@ -149,7 +139,7 @@ def _wait(
         trainer.terminate()
         code = trainer.wait()
         for place in died:  # after the trainer's last output
-            say(f"{_name(place)} ended first. {last_words(place)}")
+            say(f"{_name(place)} ended first. {words_of(place)}")
         return next(iter(died.values())) if died and code else code
 
 

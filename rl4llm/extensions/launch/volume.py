@@ -7,14 +7,13 @@ refuses, and is asked again until it does, see `visible_within_s` of `rl4llm.ext
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rl4llm.extensions.launch.job import start
-from rl4llm.runtime.terminal import visible
+from rl4llm.commands.output import say
+from rl4llm.runtime.supervise import start
 
 LOOK_S = 0.5
 GRACE_S = 25.0  # a container that is shut down has 30 s
@@ -85,8 +84,7 @@ class Done:
         except RuntimeError as error:
             self._reason = str(error)
             if self._reason != before:
-                sys.stderr.write(f"{visible(f'The volume is not ready, retrying: {error}')}\n")
-                sys.stderr.flush()
+                say(f"The volume is not ready, retrying: {error}")
             return False
         return True
 

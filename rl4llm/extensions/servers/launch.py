@@ -27,16 +27,14 @@ from types import TracebackType
 
 import psutil
 
+from rl4llm.commands.output import say
 from rl4llm.core.errors import ConfigError, EngineError
 from rl4llm.extensions.servers.server_command import SERVER_KINDS, boot_advice, server_command
 from rl4llm.runs.run_dir import PRIVATE
 from rl4llm.runtime.ports import check_free, describe, holder, url_of
-from rl4llm.runtime.supervise import SUPERVISE
+from rl4llm.runtime.supervise import last_lines, last_words, start
 from rl4llm.runtime.terminal import visible
 
-LAST_LINES = 40  # of a dead server's log, in the error
-LONGEST_LINE = 400  # SGLang prints all its options in one line of 20,000 characters
-TAIL_BYTES = 65536
 LOOK_S = 0.5
 HEALTH_DEADLINE_S = 4.0
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0  # before a restart; doubled after each failure in a row
@@ -109,7 +107,7 @@ class ServerProcess:
         self.exit_code: int | None = None
         self._command = list(command)
         self._host, self._port = host, port
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = environment or {}
         self._ready_within_s, self._grace_s = ready_within_s, grace_s
         self._advise = advise
         self._report = report or (lambda seconds, line: None)
@@ -160,29 +158,16 @@ class ServerProcess:
                     process.kill()
         self._supervisor = None
 
-    def last_words(self, count: int = LAST_LINES) -> str:
+    def last_words(self) -> str:
         """Return the last lines of the log with its path."""
-        lines = self._lines()[-count:]
-        return (
-            "\n".join([f"The last {len(lines)} lines of {self.log}:", *lines])
-            if lines
-            else f"{self.log} is empty."
-        )
+        return last_words(self.log, self._log_start)
 
     def _start(self) -> None:
-        supervisor = [sys.executable, "-P", str(SUPERVISE), str(os.getpid()), str(self._grace_s)]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.exit_code, self._family = None, set()
         with open(self.log, "ab", opener=partial(os.open, mode=PRIVATE)) as log:
             self._log_start = log.tell()
-            self._supervisor = subprocess.Popen(
-                supervisor + self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,  # Ctrl-C in a terminal must reach only this process
-            )
+            self._supervisor = start(self._command, self._environment, self._grace_s, log=log)
 
     def _wait_until_healthy(self) -> None:
         started = time.monotonic()
@@ -227,18 +212,9 @@ class ServerProcess:
         with contextlib.suppress(psutil.NoSuchProcess):
             self._family.update(psutil.Process(self._supervisor.pid).children(recursive=True))
 
-    def _lines(self) -> list[str]:
-        if not self.log.exists():
-            return []
-        with open(self.log, "rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, end - TAIL_BYTES))
-            text = log.read().decode(errors="replace")
-        return [line[:LONGEST_LINE] for line in text.splitlines() if line.strip()]
-
     def _last_line(self) -> str:
-        lines = [line for line in self._lines() if "/health" not in line]  # requests of `_healthy`
-        return lines[-1] if lines else ""
+        lines = last_lines(self.log, self._log_start)
+        return next((line for line in reversed(lines) if "/health" not in line), "")  # requests of `_healthy`
 
 
 def _temporary_log(name: str, port: int) -> Path:
@@ -257,7 +233,7 @@ def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
     """
     own, flags = _parser(engine).parse_known_args(arguments)
     if own.cpu:
-        _say("Running on a CPU, for tests and small models only.")
+        say("Running on a CPU, for tests and small models only.")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
     if own.restarts < 0:
@@ -274,11 +250,11 @@ def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
         ready_within_s=own.ready_within,
         report=progress,
     )
-    _say(f"Starting {server.name}; its log is {server.log}")
+    say(f"Starting {server.name}; its log is {server.log}")
     try:
         _keep(server, progress, own.restarts)
     except KeyboardInterrupt:
-        _say(f"{server.name} has stopped.")
+        say(f"{server.name} has stopped.")
         return 128 + signal.SIGINT
     return 0
 
@@ -298,7 +274,7 @@ def _keep(server: ServerProcess, progress: BootProgress, restarts: int) -> None:
             raise death
         wait_s = min(FIRST_REST_S * 2**in_a_row, LONGEST_REST_S)
         in_a_row += 1
-        _say(f"{death}\nRestarting {server.name} in {wait_s:g} s: restart {in_a_row} of {restarts} in a row.")
+        say(f"{death}\nRestarting {server.name} in {wait_s:g} s: restart {in_a_row} of {restarts} in a row.")
         time.sleep(wait_s)
 
 
@@ -309,7 +285,7 @@ def _life(server: ServerProcess, progress: BootProgress) -> tuple[float, EngineE
         with contextlib.closing(progress), server:
             ready_at = time.monotonic()
             progress.close()
-            _say(f"{server.name} is ready at {server.url}. Ctrl-C stops it.")
+            say(f"{server.name} is ready at {server.url}. Ctrl-C stops it.")
             server.wait()
             server.check()
     except EngineError as error:
@@ -335,7 +311,7 @@ class BootProgress:
             sys.stderr.flush()
         elif seconds >= self._next_s:
             self._next_s += self._every_s
-            _say(text)
+            say(text)
 
     def close(self) -> None:
         """Clear the line for the next output, perhaps of another start."""
@@ -378,11 +354,6 @@ def _parser(engine: str | None) -> argparse.ArgumentParser:
         help="seconds until it must be healthy (default: %(default)g)",
     )
     return parser
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{visible(text)}\n")
-    sys.stderr.flush()
 
 
 def _exit(number: int, _frame: object) -> None:

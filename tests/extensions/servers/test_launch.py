@@ -244,7 +244,7 @@ def test_server_that_dies_later_is_reported_with_its_log(launch):
     server_in(family_of(launcher)).send_signal(signal.SIGABRT)
     assert launcher.wait(PATIENCE_S) == 1
     assert re.search(
-        rf"died, exit code {128 + signal.SIGABRT}\.\nThe last \d+ lines of .*log:", launcher.stderr.read()
+        rf"died, exit code {128 + signal.SIGABRT}\.\nThe last lines of .*log:", launcher.stderr.read()
     )
 
 
@@ -254,9 +254,7 @@ def test_server_that_dies_restarts_at_its_address(launch):
     first = family_of(launcher)
     server_in(first).kill()
     said = "".join(itertools.takewhile(lambda line: "is ready at" not in line, launcher.stderr))
-    assert re.search(
-        rf"at {url} died, exit code {128 + signal.SIGKILL}\.\nThe last \d+ lines of .*log:", said
-    )
+    assert re.search(rf"at {url} died, exit code {128 + signal.SIGKILL}\.\nThe last lines of .*log:", said)
     assert "Restarting sglang in 1 s: restart 1 of 1 in a row." in said
     assert urllib.request.urlopen(f"{url}/health").status == 200
     until_all_are_gone(first)
@@ -381,7 +379,7 @@ def test_start_reports_seconds_and_the_last_log_line(stand_in, tmp_path):
         stand_in, tmp_path, "silent", ready_within_s=4, report=lambda *it: seen.append(it)
     )
     server.log.write_text("of an earlier server\n")
-    with pytest.raises(EngineError, match=r"The last 1 lines of .*log:\nloading weights$"):
+    with pytest.raises(EngineError, match=r"The last lines of .*log:\nloading weights$"):
         server.__enter__()
     assert seen[-1][1] == "loading weights"
     assert seen[-1][0] > seen[0][0] >= 0

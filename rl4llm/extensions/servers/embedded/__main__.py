@@ -17,7 +17,7 @@ from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError, RL4LLMError
 from rl4llm.core.registry import load
 from rl4llm.extensions.servers.embedded.options import read_options
-from rl4llm.extensions.servers.embedded.server import EmbeddedServer
+from rl4llm.extensions.servers.embedded.server import EmbeddedServer, tell
 from rl4llm.inference.local import LocalClient
 from rl4llm.runtime.terminal import visible
 
@@ -50,8 +50,7 @@ def _serve(words: Sequence[str], images: Path) -> int:
 
     async def application() -> web.Application:
         server = EmbeddedServer(model, tokenizer, engine, options.model, path, options.api_key)
-        sys.stdout.write(visible(f"Serves {path}; {engine.path()}.") + "\n")
-        sys.stdout.flush()
+        tell(f"Serves {path}; {engine.path()}.")
         return server.application()
 
     web.run_app(

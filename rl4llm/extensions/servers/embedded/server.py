@@ -153,7 +153,7 @@ class EmbeddedServer:
                 if self._running.is_set():
                     await self._engine.resume()
         took_s = time.monotonic() - started
-        _say(f"Holds version {version} of the weights, from {path}, after {took_s:.2f} s.")
+        tell(f"Holds version {version} of the weights, from {path}, after {took_s:.2f} s.")
         return {"success": True, "message": f"Version {version} was loaded in {took_s:.2f} s."}
 
     async def _check_weights(self, body: Any) -> Any:
@@ -289,6 +289,7 @@ def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
     )
 
 
-def _say(text: str) -> None:
+def tell(text: str) -> None:
+    """Print a line into the server's log at once."""
     sys.stdout.write(visible(text) + "\n")
     sys.stdout.flush()
