@@ -139,6 +139,7 @@ class BaseClient(Generates, TakesWeights, KeepsSessions, ABC):
 
     async def close(self) -> None:
         """Release everything."""
+        await self.disconnect()
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams]

@@ -83,6 +83,13 @@ class Completion:
         if len(self.token_ids) != len(self.logprobs):
             raise EngineError(f"{len(self.token_ids)} tokens sampled, but {len(self.logprobs)} log-probs.")
 
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Return (start, end, version) of each run of tokens that the same weights sampled."""
+        starts = self.versions or ((0, self.version),)
+        ends = (*(start for start, _ in starts[1:]), len(self.token_ids))
+        return [(start, end, version) for (start, version), end in zip(starts, ends, strict=True)]
+
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field by its name, as loops do that expect the answer of a server: ``outputs[i].get("text", "")``."""
         return getattr(self, name, default)
@@ -121,11 +128,9 @@ class TokenSpan:
     @classmethod
     def policy(cls, completion: Completion) -> tuple[TokenSpan, ...]:
         """Return the tokens that the policy sampled: one span for each version of the weights."""
-        runs = completion.versions or ((0, completion.version),)
-        ends = (*(start for start, _ in runs[1:]), len(completion.token_ids))
         return tuple(
             cls(completion.token_ids[start:end], "policy", completion.logprobs[start:end], version)
-            for (start, version), end in zip(runs, ends, strict=True)
+            for start, end, version in completion.runs
         )
 
 
@@ -341,15 +346,6 @@ class TrainBatch:
         if leaves:
             moved.host = self if self.token_ids_BT.device.type == "cpu" else self.host
         return moved
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are not padding."""
-        return int((self.segment_ids_BT > 0).sum())
-
-    @property
-    def num_policy_tokens(self) -> int:
-        return int(self.mask_BT.sum())
 
 
 @dataclass(frozen=True, slots=True)

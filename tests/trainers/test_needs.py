@@ -181,7 +181,7 @@ def test_the_greedy_baseline_is_most_probable_and_never_trains(model_dir, tmp_pa
         expected = group.rewards_G - group.baseline.reward
         assert torch.equal(run.algorithm.credits(group), expected)
     assert sum(
-        batch.num_policy_tokens for update in run.prepare(collected) for batch in update.batches
+        int(batch.mask_BT.sum()) for update in run.prepare(collected) for batch in update.batches
     ) <= sum(trajectory.num_policy_tokens for group in collected.groups for trajectory in group.trajectories)
     run.close()
 

@@ -238,7 +238,7 @@ def test_every_sampled_token_trains_exactly_once(wandered):
         totals=totals_of(trajectories), pad_token_id=0,
     )  # fmt: skip
     generated = sum(len(token_ids) for _, token_ids, _ in engines)
-    assert sum(batch.num_policy_tokens for batch in batches) == generated
+    assert sum(int(batch.mask_BT.sum()) for batch in batches) == generated
     counts = [trajectory.extras["metrics"] for trajectory in trajectories]
     assert [sum(count[name] for count in counts) for name in ("generated_tokens", "trained_tokens")] == [
         generated

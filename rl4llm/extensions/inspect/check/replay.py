@@ -121,7 +121,7 @@ def _given(update: FailedUpdate) -> Facts:
             for name, value in batch.tensors().items()
             if value.is_floating_point() and (count := int((~value.isfinite()).sum()))
         ]
-        rows.append((number, batch.num_policy_tokens, bad))
+        rows.append((number, int(batch.mask_BT.sum()), bad))
     columns = ("micro-batch", "policy tokens", "not finite before any computation")
     return Facts("batches", "batches", columns, rows)
 

@@ -310,9 +310,6 @@ class ServerClient(BaseClient):
     async def disconnect(self) -> None:
         await self.http.close()
 
-    async def close(self) -> None:
-        await self.disconnect()
-
     def check_prompt(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> None:
         """Raise EngineError for a prompt that a server would refuse, or crash on."""
         if images and not (self.takes_images and self.vision):

@@ -117,8 +117,6 @@ def version_text(version: int) -> str:
 
 def completion_body(asked: NativeRequest, completion: Completion) -> dict[str, Any]:
     """Return the JSON of a completion: exactly what was sampled, and the version of the weights of each run of tokens."""
-    runs = completion.versions or ((0, completion.version),)
-    ends = (*(start for start, _ in runs[1:]), len(completion.token_ids))
     meta = {
         "id": asked.id,
         "finish_reason": {"type": completion.finish_reason},
@@ -127,7 +125,7 @@ def completion_body(asked: NativeRequest, completion: Completion) -> dict[str, A
         "weight_version": version_text(completion.version),
         "weight_versions": [
             {"version": version_text(version), "start": start, "end": end}
-            for (start, version), end in zip(runs, ends, strict=True)
+            for start, end, version in completion.runs
         ],
         "output_token_logprobs": [
             [logprob, token, None]

@@ -293,7 +293,7 @@ class FleetClient(BaseClient):
         """Raise unless a reply comes from the verified weights of its server, or from newer ones loaded meanwhile."""
         if completion.finish_reason == "abort":
             raise UnreachableError(f"{member} aborted a request.")
-        versions = [version for _, version in completion.versions] or [completion.version]
+        versions = [version for _, _, version in completion.runs]
         target = self._upkeep.target
         if target is None or before is None:
             return
