@@ -105,6 +105,29 @@ class BaseRewardFunction(ABC):
             part.close()
 
 
+class BaseBatchReward(BaseRewardFunction):
+    """A reward that scores many conversations together: subclasses define `score_batch`."""
+
+    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> Any:
+        """Return the score of one finished conversation; raise what `score_batch` has in its place."""
+        (score,) = self.score_batch([as_sample(messages, ground_truth, kwargs)])
+        if isinstance(score, Exception):
+            raise score
+        return score
+
+    @abstractmethod
+    def score_batch(self, samples: Sequence[SampleState]) -> Sequence[Any]:
+        """Return scores of many conversations, in order; an exception in place of a score fails only that conversation."""
+
+
+def as_sample(messages: Sequence[ChatMessage], ground_truth: Any, columns: Mapping[str, Any]) -> SampleState:
+    """Return a finished conversation as a sample; the policy's part begins with the first message of the assistant."""
+    sample = SampleState("conversation", 0, list(messages), ground_truth, columns)
+    starts = (number for number, message in enumerate(messages) if message.role == "assistant")
+    sample.init_msg_size = next(starts, len(messages))
+    return sample
+
+
 def needs_ground_truth(reward: BaseRewardFunction) -> bool:
     """Return whether a reward, or one that it is made of, compares with a ground truth."""
     return any(map(needs_ground_truth, reward.parts)) if reward.parts else reward.needs_ground_truth

@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState, Score
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError, RewardError, unknown
 from rl4llm.core.schema import check_values
-from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.registry import REWARDS
-from rl4llm.rewards.replies import as_sample, final_reply, policy_messages
+from rl4llm.rewards.replies import final_reply, policy_messages
 from rl4llm.runtime.runner import all_together
 
 RewardLike = BaseRewardFunction | type[BaseRewardFunction] | str | Mapping[str, Any] | Callable[..., Any]
@@ -66,7 +66,7 @@ def check_reward(spec: str | Mapping[str, Any]) -> None:
             check_reward(options[option])
 
 
-class BatchCallable(BaseRewardFunction):
+class BatchCallable(BaseBatchReward):
     """A plain function over a whole batch as a reward: ``f(completions, **columns) -> list[float]``.
 
         def short(completions, **columns):
@@ -103,12 +103,6 @@ class BatchCallable(BaseRewardFunction):
         self.parameters = inspect.signature(function).parameters
         truth = self.parameters.get("ground_truth")
         self.needs_ground_truth = truth is not None and truth.default is truth.empty
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> Score:
-        score = self.score_batch([as_sample(messages, ground_truth, kwargs)])[0]
-        if isinstance(score, Exception):
-            raise score
-        return score
 
     def score_batch(self, samples: Sequence[SampleState]) -> Sequence[Score | Exception]:
         """Return the function's scores; raises RewardError if it needs a column that the dataset lacks."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
-from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.base_env import RewardExample, SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.replies import final_reply, policy_messages
 
 
-class FormatReward(BaseRewardFunction):
+class FormatReward(BaseBatchReward):
     """`score` when the last reply is exactly ``<think>...</think><answer>...</answer>``, else 0.0.
 
     Each of the four tags occurs once, in this order, with something between opening and closing; around and between the
@@ -50,11 +50,9 @@ class FormatReward(BaseRewardFunction):
         self.score = float(score)
         self.think_opened = think_opened
 
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        return self.score if self._holds(final_reply(messages)) else 0.0
-
     def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
-        return [self(policy_messages(sample), sample.ground_truth) for sample in samples]
+        replies = (final_reply(policy_messages(sample)) for sample in samples)
+        return [self.score if self._holds(reply) else 0.0 for reply in replies]
 
     def examples(self) -> Sequence[RewardExample]:
         """Return a reply in the right layout, and one without the reasoning."""

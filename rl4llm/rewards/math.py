@@ -11,7 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.base_env import RewardExample, SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.message import after_thinking
 from rl4llm.core.schema import Count, Positive, checked
@@ -56,7 +57,7 @@ _ACCEPTED = (
 )
 
 
-class MathReward(BaseRewardFunction):
+class MathReward(BaseBatchReward):
     """1.0 when the final answer equals the ground truth, else 0.0.
 
     Numbers and words are compared in place; everything else goes to math-verify in worker processes with a time limit. A
@@ -100,12 +101,6 @@ class MathReward(BaseRewardFunction):
         self.pool = VerifierPool(
             _VERIFIER, workers=workers, timeout_s=timeout_s, memory_bytes=memory_bytes, warm_up=_WARM_UP
         )
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        score, _ = self._grade_all([(final_reply(messages), ground_truth)])[0]
-        if isinstance(score, RewardFailure):
-            raise score
-        return score
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure if no worker could be started."""

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.types import ChatMessage
-
-
-def as_sample(messages: Sequence[ChatMessage], ground_truth: Any, columns: Mapping[str, Any]) -> SampleState:
-    """Return a finished conversation as a sample; all its assistant messages are the policy's."""
-    sample = SampleState("", 0, list(messages), ground_truth, columns)
-    sample.init_msg_size = 0
-    return sample
 
 
 def policy_messages(sample: SampleState) -> list[ChatMessage]:

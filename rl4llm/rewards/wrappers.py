@@ -18,14 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.ask import as_list, as_number
 from rl4llm.rewards.callables import RewardLike, as_reward_function
-from rl4llm.rewards.replies import as_sample, policy_messages
+from rl4llm.rewards.replies import policy_messages
 
 
-class BaseWrapper(BaseRewardFunction):
+class BaseWrapper(BaseBatchReward):
     """A reward that asks another one; subclasses say what becomes of its scores."""
 
     rewards_among_options: tuple[str, ...] = ("reward",)
@@ -37,12 +37,6 @@ class BaseWrapper(BaseRewardFunction):
         self.score_timeout_s = self.reward.score_timeout_s
         self.success_at = self.reward.success_at
         self.parts = (self.reward,)
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> Any:
-        score = self.score_batch([as_sample(messages, ground_truth, kwargs)])[0]
-        if isinstance(score, Exception):
-            raise score
-        return score
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
         return [self._changed(score) for score in _scores(self.reward, samples)]

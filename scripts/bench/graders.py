@@ -122,9 +122,9 @@ def mistakes(rows: list[Row], verdicts: Verdicts, indices: list[int]) -> str:
 
 
 def by_rl4llm(rows: list[Row]) -> Verdicts:
+    from rl4llm.core.base_reward import as_sample
     from rl4llm.core.types import ChatMessage
     from rl4llm.rewards import MathReward
-    from rl4llm.rewards.replies import as_sample
 
     reward = MathReward(workers=1, timeout_s=PATIENCE_S)
     samples = [as_sample([ChatMessage("assistant", row["reply"])], row["ground_truth"], {}) for row in rows]

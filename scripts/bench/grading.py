@@ -39,8 +39,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rl4llm.core.base_env import ChatMessage
+from rl4llm.core.base_reward import as_sample
 from rl4llm.rewards import MathReward
-from rl4llm.rewards.replies import as_sample
 
 BOMBS_FILE = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "rewards" / "bombs.py"))
 BOMBS = BOMBS_FILE["BOMBS"]

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.base_env import SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import DataError
 from rl4llm.core.schema import checked
-from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.extract import final_answer
 from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
-from rl4llm.rewards.replies import as_sample, final_reply, policy_messages
+from rl4llm.rewards.replies import final_reply, policy_messages
 
 VERIFIER = Path(__file__).with_name("_reasoning_gym.py")
 COLUMN = "reasoning"
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-class ReasoningReward(BaseRewardFunction):
+class ReasoningReward(BaseBatchReward):
     """Scores the answer in the last reply with the verifier of the prompt's task.
 
     Verifiers run in worker processes with a time limit. If 0.0 is not the verifier's verdict, its reason is in
@@ -56,12 +56,6 @@ class ReasoningReward(BaseRewardFunction):
         self.pool = VerifierPool(
             f"{VERIFIER}:score", workers=workers, timeout_s=timeout_s, memory_bytes=memory_bytes
         )
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        score = self.score_batch([as_sample(messages, ground_truth, kwargs)])[0]
-        if isinstance(score, RewardFailure):
-            raise score
-        return score
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure for a sample without a verdict."""

@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, SampleState
+from rl4llm.core.base_env import BaseMDPEnv, SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import EnvError
-from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.replies import policy_messages
 
 COLUMN = "step_rewards"
@@ -63,7 +63,7 @@ def note_reward(sample: SampleState, reward: float) -> None:
     metrics["return"] = metrics.get("return", 0.0) + float(reward)
 
 
-class StepRewards(BaseRewardFunction):
+class StepRewards(BaseBatchReward):
     """The environment's own reward for each turn; 0 for turns that never reached it because they were cut short.
 
     For environments that return rewards, such as `gymnasium`.
@@ -74,9 +74,6 @@ class StepRewards(BaseRewardFunction):
 
     def __init__(self, name: str = "env_steps"):
         super().__init__(name)
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> Any:
-        return [0.0] * sum(message.role == "assistant" for message in messages)
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
         return [_scores(sample) for sample in samples]

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rl4llm.core.base_env import BaseRewardFunction, EpisodeState, SampleState
+from rl4llm.core.base_env import EpisodeState, SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError, EnvError, unknown
 from rl4llm.core.types import ChatMessage
 from rl4llm.envs.roles import RolesEnv
@@ -122,16 +123,13 @@ class TextArenaEnv(RolesEnv):
         return self._games[id(episode)][1]
 
 
-class TextArenaReward(BaseRewardFunction):
+class TextArenaReward(BaseBatchReward):
     """The reward that a game of TextArena gave the player, mostly from -1 to 1; 0 if the game did not end."""
 
     needs_ground_truth = False
 
     def __init__(self, name: str = "textarena"):
         super().__init__(name)
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        return 0.0
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float]:
         return [sample.extras.get(COLUMN, 0.0) for sample in samples]

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.base_env import SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import from_extension
-from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.pool import RewardFailure
 
 RUNNER = Path(__file__).resolve().with_name("_verifiers.py")
@@ -113,16 +113,11 @@ class VerifiersEnv(AGENT_ENV):
             _note(sample, verdict, self._score_command)
 
 
-class VerifiersReward(BaseRewardFunction):
+class VerifiersReward(BaseBatchReward):
     """The reward that verifiers gave an episode of the environment `verifiers`: the weighted sum of its parts."""
 
     def __init__(self, name: str = "verifiers"):
         super().__init__(name)
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        raise RewardFailure(
-            "the reward 'verifiers' is available only for whole episodes of env.name=verifiers"
-        )
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure for a sample that verifiers did not score."""

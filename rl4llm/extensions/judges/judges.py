@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl4llm.core.base_env import BaseRewardFunction, Line, RewardExample, SampleState
+from rl4llm.core.base_env import Line, RewardExample, SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import checked
 from rl4llm.core.types import ChatMessage
@@ -26,7 +27,7 @@ class Case:
     columns: Mapping[str, Any]
 
 
-class BaseJudge(BaseRewardFunction):
+class BaseJudge(BaseBatchReward):
     """A reward that scores all roles of an episode at once.
 
         class MoreWords(BaseJudge):
@@ -49,9 +50,6 @@ class BaseJudge(BaseRewardFunction):
     def judge_all(self, cases: Sequence[Case]) -> Sequence[Any]:
         """Return the verdicts of many episodes, in order. Override it if a batch is cheaper than one call each."""
         return awaited([self.judge(case.transcript, case.ground_truth, **case.columns) for case in cases])
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        return self.score_batch([SampleState("", 0, list(messages), ground_truth, kwargs)])[0]
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
         """Return each role's part of the verdict on its episode; each episode is judged once."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.base_env import RewardExample, SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError, RefusedError, UnreachableError
 from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
@@ -56,7 +57,7 @@ class _Question:
         return "".join(text for _, text in self.lines)
 
 
-class LLMJudge(BaseRewardFunction):
+class LLMJudge(BaseBatchReward):
     """The verdict of a language model behind an OpenAI-compatible server, from 0.0 (its lowest) to 1.0.
 
         rewards: [{name: llm_judge, url: "http://127.0.0.1:30000/v1", model: judge, rubric: "Is the answer polite?"}]
@@ -139,15 +140,6 @@ class LLMJudge(BaseRewardFunction):
         self._shown = _EXAMPLES if examples is None and rubric == CORRECTNESS else examples or ()
         self._max_tokens = max_tokens
         self._cache = _Cache(Path(cache) if cache else None)
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        first = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
-        score = self.score_batch(
-            [SampleState("", 0, list(messages), ground_truth, kwargs, init_msg_size=first)]
-        )[0]
-        if isinstance(score, RewardFailure):
-            raise score
-        return score
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure if the judge gave no verdict."""

@@ -10,7 +10,8 @@ import torch
 from rl4llm.backends.classifier import load_value_head, stored_score
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.base_env import SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import DataError, ModelError, TemplateError
 from rl4llm.core.types import ChatMessage, Trajectory
 from rl4llm.data.aggregation import totals_of
@@ -21,7 +22,7 @@ from rl4llm.data.render import Renderer
 from rl4llm.rewards import RewardFailure
 
 
-class LearnedReward(BaseRewardFunction):
+class LearnedReward(BaseBatchReward):
     """The value that a trained reward model gives a conversation, which is the number that its training compared.
 
         rewards: [{name: reward_model, path: runs/reward_model}]
@@ -73,13 +74,6 @@ class LearnedReward(BaseRewardFunction):
         self._pad_token_id = tokenizer.pad_token_id
         self._context_length, _ = min(context_limits(model.config))
         self._max_tokens_per_batch = max_tokens_per_batch
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        """Return the reward of one conversation; raise RewardFailure if it cannot be read."""
-        trajectory = self._read("conversation", messages, 0, kwargs)
-        if isinstance(trajectory, RewardFailure):
-            raise trajectory
-        return self._values([trajectory])[0]
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return rewards in order, with a failure for each conversation that cannot be read."""

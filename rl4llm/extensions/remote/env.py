@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from rl4llm.core.base_env import LLM, BaseMDPEnv, BaseRewardFunction, SampleState
+from rl4llm.core.base_env import LLM, BaseMDPEnv, SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import EnvError, HostsDownError
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs import RolesEnv
@@ -120,7 +121,7 @@ class RemoteRolesEnv(RemoteEnv, RolesEnv):
         return await self._asked(sample, self._hosted(sample).turn(sample))
 
 
-class RemoteReward(BaseRewardFunction):
+class RemoteReward(BaseBatchReward):
     """A reward that a host computes at the end of an episode; here its score is only looked up.
 
     Args:
@@ -131,11 +132,6 @@ class RemoteReward(BaseRewardFunction):
         super().__init__(of_host.name)
         self.per_turn, self.needs_ground_truth = of_host.per_turn, of_host.needs_ground_truth
         self.success_at = of_host.success_at if of_host.HasField("success_at") else None
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        raise RewardFailure(
-            f"the reward {self.name!r} is computed on the environment's host, only for whole episodes"
-        )
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
         return [self._score_of(sample) for sample in samples]

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.base_env import RewardExample, SampleState
+from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.schema import Fraction, checked
 from rl4llm.core.types import ChatMessage
@@ -22,7 +23,7 @@ Grade = tuple[float | RewardFailure, str | None, dict[str, Any] | None]
 """The score, a note unless it is simply right or wrong, and what is stored with the episode."""
 
 
-class CodeReward(BaseRewardFunction):
+class CodeReward(BaseBatchReward):
     """1.0 if the program in the last reply passes all its tests, else 0.0.
 
         rewards: [{name: code, partial: true, format_weight: 0.1}]
@@ -78,12 +79,6 @@ class CodeReward(BaseRewardFunction):
         limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
         self.runner = CodeRunner(sandbox or Sandbox(), limits)
         self.solutions = Solutions(self.runner.sandbox, limits)
-
-    def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        score, _, _ = self._grade(final_reply(messages), ground_truth, kwargs)
-        if isinstance(score, RewardFailure):
-            raise score
-        return score
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure if the sandbox or the tests did not work."""

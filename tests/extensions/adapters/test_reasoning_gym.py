@@ -10,11 +10,11 @@ from rl4llm.cli import main
 from rl4llm.compose import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import ChatMessage, SampleState
+from rl4llm.core.base_reward import as_sample
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.extensions.adapters.reasoning_gym import ReasoningGymEnv, reasoning_prompts
 from rl4llm.extensions.adapters.reasoning_reward import ReasoningReward
 from rl4llm.rewards.pool import RewardFailure
-from rl4llm.rewards.replies import as_sample
 from rl4llm.testing import check_env
 
 library = pytest.importorskip("reasoning_gym", reason="the package reasoning-gym is not installed")
