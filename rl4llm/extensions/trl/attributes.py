@@ -70,8 +70,7 @@ def _given(trainer: Any, name: str) -> Any:
 
 def _log(trainer: Any, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Return the rows of one of the run's logs."""
-    path = Path(trainer.config.output.dir) / name
-    return read_jsonl(path) if path.exists() else []
+    return read_jsonl(Path(trainer.config.output.dir) / name)
 
 
 def _epochs(trainer: Any) -> float:

@@ -16,8 +16,7 @@ import yaml
 from rl4llm.core.errors import RunDirError
 from rl4llm.core.redact import redacted
 from rl4llm.extensions.view.index import EpisodeIndex
-from rl4llm.extensions.view.rewards import histogram
-from rl4llm.extensions.view.story import Totals, episodes, headline
+from rl4llm.extensions.view.story import Totals, episodes, headline, histogram
 from rl4llm.extensions.view.texts import TokenTexts
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.tracking.alerts import RULES

@@ -3,8 +3,8 @@ from extensions.view.runs import write_run
 
 from rl4llm.extensions.view.bands import described
 from rl4llm.extensions.view.index import COLUMNS
-from rl4llm.extensions.view.rewards import histogram
 from rl4llm.extensions.view.run import find_runs
+from rl4llm.extensions.view.story import histogram
 
 CONFIG = """
 model: {{path: {model}, dtype: float32}}
