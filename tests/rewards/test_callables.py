@@ -262,3 +262,10 @@ def test_a_reward_is_awaited_however_it_became_a_coroutine():
             return later()
 
     assert list(Wrapped("wrapped").score_batch(samples("a", "bcd"))) == [1.0, 3.0]
+
+
+def test_one_conversation_is_shown_with_its_prompt():
+    reward = as_reward_function(lambda completions, prompts: [len(prompt) for prompt in prompts])
+    asked = [ChatMessage("system", "Be brief."), ChatMessage("user", "2 + 2?")]
+    assert reward([*asked, ChatMessage("assistant", "4")], "") == 2
+    assert reward([ChatMessage("assistant", "4")], "") == 0
