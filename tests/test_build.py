@@ -483,8 +483,7 @@ def test_an_environment_is_a_class_a_name_or_a_section(model_dir, tmp_path):
     ):
         environment({"name": "tool", "tools": [lambda text: text]})
     with pytest.raises(
-        ConfigError,
-        match=r"^env\.tools=\[<object object at .*>\] is not accepted: an object",
+        ConfigError, match=r"^env\.tools=\[<object object at .*>\] is not accepted: an object"
     ):
         environment({"name": "tool", "tools": [object()]})
 

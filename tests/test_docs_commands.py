@@ -86,8 +86,7 @@ def small(name, config):
 
 
 @pytest.mark.parametrize(
-    "page",
-    ["docs/datasets", "docs/environments", "docs/programs", "docs/runs", "docs/tools", "docs/view"],
+    "page", ["docs/datasets", "docs/environments", "docs/programs", "docs/runs", "docs/tools", "docs/view"]
 )
 def test_the_commands_of_a_page_run(desk, page):
     for block in blocks(ROOT / f"{page}.md", "python"):

@@ -178,11 +178,7 @@ class TokenNumbers(nn.Module):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        value_head: ValueHead | None,
-        autocast: torch.dtype | None,
-        ranks: Ranks,
+        self, model: PreTrainedModel, value_head: ValueHead | None, autocast: torch.dtype | None, ranks: Ranks
     ):
         super().__init__()
         self.model = model

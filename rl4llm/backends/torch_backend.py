@@ -111,11 +111,7 @@ class TorchBackend(ModelBackend):
         if not trains:
             model.requires_grad_(False)
         super().__init__(
-            model,
-            ranks=ranks or Ranks(),
-            autocast=autocast,
-            value_head=value_head,
-            device=device,
+            model, ranks=ranks or Ranks(), autocast=autocast, value_head=value_head, device=device
         )
         self.adapter = cast("LoraAdapter | None", adapter)
         shard = shard or ("none" if self._ranks.size == 1 else "ddp")

@@ -118,11 +118,7 @@ def _unknown_name(host: str | None) -> str | None:
 
 
 def build_publisher(
-    setup: Setup,
-    client: BaseClient,
-    run: RunDir,
-    tracker: RunTracker,
-    others: Sequence[BaseBackend] = (),
+    setup: Setup, client: BaseClient, run: RunDir, tracker: RunTracker, others: Sequence[BaseBackend] = ()
 ) -> BasePublisher:
     """Make the publisher of weights, with its fallback and the claim on its servers.
 

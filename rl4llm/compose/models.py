@@ -157,12 +157,7 @@ def _model_to_place(setup: Setup, given: Any, path: str | None = None, *, values
 
 
 def plain_model(
-    setup: Setup,
-    given: Any,
-    path: str | None = None,
-    *,
-    shared_by: Ranks | None = None,
-    values: bool = False,
+    setup: Setup, given: Any, path: str | None = None, *, shared_by: Ranks | None = None, values: bool = False
 ) -> Any:
     """Load a causal LM without a backend: the one given, that of `path`, or that of the configuration; see `load_model`."""
     config, vision = setup.config, vision_of(setup.config)

@@ -21,24 +21,16 @@ BACKENDS: Registry[type[BaseBackend]] = Registry(
     "backend.name",
     "rl4llm.core.base_backend:BaseBackend",
     group="rl4llm.backends",
-    table={
-        "torch": "rl4llm.backends.torch_backend:TorchBackend",
-    },
+    table={"torch": "rl4llm.backends.torch_backend:TorchBackend"},
 )
 ENGINES: Registry[type[BaseClient]] = Registry(
     "inference.name",
     "rl4llm.core.base_client:BaseClient",
     group="rl4llm.engines",
-    table={
-        "local": "rl4llm.inference.local:LocalClient",
-    },
+    table={"local": "rl4llm.inference.local:LocalClient"},
 )
 PUBLISHERS: Registry[Callable[[TakesWeights, Callable[[], Any], Any], BasePublisher]] = Registry(
-    "sync.name",
-    group="rl4llm.publishers",
-    table={
-        "memory": "rl4llm.sync.memory:in_memory",
-    },
+    "sync.name", group="rl4llm.publishers", table={"memory": "rl4llm.sync.memory:in_memory"}
 )
 """Functions that make a publisher from a client, a function that makes the store of versions, and the tokenizer."""
 

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rl4llm.backends.model_files import check_weights, refuse_adapted
 from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.compose.choices import check_choices, in_part, warnings_of
-from rl4llm.compose.data import (
-    fit_datasets,
-    held_out_rows,
-    micro_batch_plan,
-    prompts_of,
-    training_rows,
-)
+from rl4llm.compose.data import fit_datasets, held_out_rows, micro_batch_plan, prompts_of, training_rows
 from rl4llm.compose.engines import (
     build_canary,
     build_client,
@@ -37,13 +31,7 @@ from rl4llm.compose.environments import (
     with_hosts,
     without_faulty_rows,
 )
-from rl4llm.compose.models import (
-    build_critic,
-    build_policy,
-    build_reference,
-    plain_model,
-    vision_of,
-)
+from rl4llm.compose.models import build_critic, build_policy, build_reference, plain_model, vision_of
 from rl4llm.compose.setup import Machine, Setup, planned_run, refuse_hidden, set_up_torch
 from rl4llm.compose.tables import Given
 from rl4llm.config import Config, as_written, by_part, flatten

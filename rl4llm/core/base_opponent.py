@@ -33,10 +33,7 @@ class BaseOpponent(ABC):
         """Release everything."""
 
 
-OPPONENTS: Registry[Callable[..., BaseOpponent]] = Registry(
-    "env.opponents.name",
-    group="rl4llm.opponents",
-)
+OPPONENTS: Registry[Callable[..., BaseOpponent]] = Registry("env.opponents.name", group="rl4llm.opponents")
 """Those that a configuration may name; ``package.module:function`` is a function of the messages that returns the line."""
 
 register_opponent = OPPONENTS.register

@@ -38,12 +38,7 @@ class CallForm(NamedTuple):
     text_arguments: bool
 
 
-_FORMS = (
-    CallForm(False, False),
-    CallForm(True, False),
-    CallForm(False, True),
-    CallForm(True, True),
-)
+_FORMS = (CallForm(False, False), CallForm(True, False), CallForm(False, True), CallForm(True, True))
 
 
 def found_call_form(render: Render) -> CallForm:

@@ -29,9 +29,7 @@ class Shown:
 
     @classmethod
     def of(
-        cls,
-        trajectories: Sequence[Trajectory],
-        positions: Callable[[int, Sequence[ImagePlace]], Ints] | None,
+        cls, trajectories: Sequence[Trajectory], positions: Callable[[int, Sequence[ImagePlace]], Ints] | None
     ) -> Shown:
         """Return the images among these trajectories' tokens; there must be some."""
         if positions is None:

@@ -178,11 +178,7 @@ class GroupStream:
         # The most samples that a round can have of one row.
         most = prompts.batch_size * prompts.world_size * (self._rollout.group_size + 1)
         units = self._rollout.begin(
-            rows,
-            step=self._number,
-            first_index=self._refill * most,
-            earlier=prompts.earlier,
-            **self._how(),
+            rows, step=self._number, first_index=self._refill * most, earlier=prompts.earlier, **self._how()
         )
         first = total * prompts.rank // prompts.world_size
         return Round(self._number, cursor, total, first, rows, units)

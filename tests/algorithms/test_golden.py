@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from golden_numbers import (
-    CHECKS,
-    EXTRA,
-    LAYOUTS,
-    NOT_OFFERED,
-    QUANTITIES,
-    error,
-    errors,
-    loss,
-)
+from golden_numbers import CHECKS, EXTRA, LAYOUTS, NOT_OFFERED, QUANTITIES, error, errors, loss
 from oracles import ORACLES
 
 from rl4llm.algorithms import ALGORITHMS

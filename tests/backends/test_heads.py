@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl4llm.backends.heads import (
-    KEEP_BYTES,
-    OutputLayer,
-    asked_tokens,
-    head_memory,
-    selected_logprobs,
-)
+from rl4llm.backends.heads import KEEP_BYTES, OutputLayer, asked_tokens, head_memory, selected_logprobs
 from rl4llm.core.model_memory import Precision
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.inspect.plan.shape import shape_of

@@ -344,10 +344,7 @@ def test_judge_without_a_verdict_drops_the_episode_of_all_roles(play, value, kin
         ({"frozen": "con"}, "env.frozen='con' is not accepted. Accepted: a list of roles."),
         ({"frozen": ["cno"]}, "env.frozen='cno' is unknown. Known: con, pro. Did you mean 'con'?"),
         ({"frozen": ["pro", "con"]}, "no role would learn"),
-        (
-            {"opponents": ["con"]},
-            "env.opponents=['con'] is not accepted. Accepted: a mapping by role.",
-        ),
+        ({"opponents": ["con"]}, "env.opponents=['con'] is not accepted. Accepted: a mapping by role."),
         ({"opponents": {"judge": print}}, "env.opponents='judge' is unknown"),
         ({"opponents": {"con": 7}}, "env.opponents.con=7 is not accepted"),
         ({"opponents": {"con": print, "pro": print}}, "no role would learn"),

@@ -128,10 +128,7 @@ def test_allowed_changes_are_reported_and_become_the_fingerprint(tmp_path):
 def test_a_run_older_than_a_key_resumes_only_with_its_default(tmp_path):
     defaults = {"rollout.max_staleness": 0, "launch.gpu": None}
     RunDir.open(tmp_path, FINGERPRINT, settings={"threads": 1}).close()
-    newer, settings = (
-        {**FINGERPRINT, "rollout.max_staleness": 0},
-        {"threads": 1, "launch.gpu": None},
-    )
+    newer, settings = ({**FINGERPRINT, "rollout.max_staleness": 0}, {"threads": 1, "launch.gpu": None})
     with RunDir.open(tmp_path, newer, settings=settings, defaults=defaults) as run:
         assert run.changes == ()
     with pytest.raises(RunDirError, match=r"rollout\.max_staleness: 0 -> 1"):

@@ -297,10 +297,7 @@ def test_too_many_open_files_is_not_a_lost_server(play, few_files):
         held = asyncio.create_task(transport.post("/model_info", {}))
         while server.calls["/model_info"] < 2:
             await asyncio.sleep(0.01)
-        with (
-            few_files(0),
-            pytest.raises(UnreachableError, match=r"at most \d+ files\. .*ulimit") as failure,
-        ):
+        with few_files(0), pytest.raises(UnreachableError, match=r"at most \d+ files\. .*ulimit") as failure:
             await transport.get("/model_info")
         assert not isinstance(failure.value, NotConnectedError)
         assert failure.value.retry_after_s > 0

@@ -7,13 +7,7 @@ import torch
 
 from rl4llm.core.errors import MismatchError
 from rl4llm.core.types import TrainBatch
-from rl4llm.sync.verify import (
-    BOUNDS,
-    check_mismatch,
-    mismatch_warning,
-    summarize_mismatch,
-    token_mismatch,
-)
+from rl4llm.sync.verify import BOUNDS, check_mismatch, mismatch_warning, summarize_mismatch, token_mismatch
 
 
 def batch(sampled_BT):

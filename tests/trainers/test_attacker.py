@@ -156,7 +156,7 @@ SUITES = {
         honest=("18", [[CALL, "<think>9 times 2</think><answer>18</answer>"]]),
         worth=1.8,
         env={"name": "tool", "max_steps": 3, "describe_tools": False},
-    ),
+    )
 }
 
 

@@ -344,8 +344,7 @@ def test_engines_stay_open_for_episodes_that_do_not_end(trainer):
 def test_staleness_needs_servers(trainer):
     for inference in ({"name": "local"}, {"name": "sglang", "cohost": True}):
         with pytest.raises(
-            ConfigError,
-            match=r"rollout\.max_staleness=1 cannot be combined with inference.*sglang or vllm",
+            ConfigError, match=r"rollout\.max_staleness=1 cannot be combined with inference.*sglang or vllm"
         ):
             trainer("run", inference=inference)
 
@@ -353,8 +352,7 @@ def test_staleness_needs_servers(trainer):
 def test_recomputed_log_probs_need_a_correction_for_old_weights(trainer, tmp_path):
     recomputed = {"name": "grpo", "old_logprobs": "recomputed"}
     with pytest.raises(
-        ConfigError,
-        match=r"rollout\.max_staleness=1 .*old_logprobs=recomputed.* Set algorithm\.correction",
+        ConfigError, match=r"rollout\.max_staleness=1 .*old_logprobs=recomputed.* Set algorithm\.correction"
     ):
         trainer("run", algorithm=recomputed)
     assert not (tmp_path / "run").exists()

@@ -4,9 +4,7 @@ from rl4llm.core.registry import lazy
 from rl4llm.envs.tools.registry import TOOLS, register_tool
 from rl4llm.envs.tools.tool import Functions, Tool, ToolError, ToolSet, as_toolset, homes, tool
 
-_HOMES = {
-    "calculator": "rl4llm.envs.tools.calculate",
-}
+_HOMES = {"calculator": "rl4llm.envs.tools.calculate"}
 __getattr__ = lazy(__name__, _HOMES)
 __all__ = [
     "TOOLS",

@@ -11,10 +11,6 @@ if TYPE_CHECKING:
     from rl4llm.envs.tools.tool import ToolSet
 
 TOOLS: Registry[Callable[..., Any] | type[ToolSet]] = Registry(
-    "env.tools",
-    group="rl4llm.tools",
-    table={
-        "calculator": "rl4llm.envs.tools.calculate:calculator",
-    },
+    "env.tools", group="rl4llm.tools", table={"calculator": "rl4llm.envs.tools.calculate:calculator"}
 )
 register_tool = TOOLS.register

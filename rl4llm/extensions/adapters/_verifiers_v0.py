@@ -95,10 +95,7 @@ def listed(env: Any, split: str, limit: int) -> Iterator[dict[str, Any]]:
 async def played(env: Any, made: dict[str, Any]) -> dict[str, Any]:
     """Play one rollout of a task; return its rewards, or its state if verifiers scores whole groups."""
     client = AsyncOpenAI(
-        base_url=GATEWAY["OPENAI_BASE_URL"],
-        api_key=GATEWAY["OPENAI_API_KEY"],
-        timeout=None,
-        max_retries=0,
+        base_url=GATEWAY["OPENAI_BASE_URL"], api_key=GATEWAY["OPENAI_API_KEY"], timeout=None, max_retries=0
     )
     state = await env.rollout(made["row"], PolicyClient(client), "policy", {})
     if state.get("error") is not None:

@@ -203,9 +203,7 @@ def _told(message: ChatMessage) -> dict[str, Any]:
 
 
 def _agent_of(
-    command: str | Sequence[str] | None,
-    agent: str | Callable[..., Any] | None,
-    env: Mapping[str, str] | None,
+    command: str | Sequence[str] | None, agent: str | Callable[..., Any] | None, env: Mapping[str, str] | None
 ) -> Agent:
     if command is not None and agent is None:
         return CommandAgent(command, env)

@@ -73,13 +73,7 @@ class Winner(BaseJudge):
     rewards_among_options = ("by",)
 
     @checked("rewards.{name}")
-    def __init__(
-        self,
-        name: str = "winner",
-        *,
-        by: RewardLike = "math",
-        at_least: float = 1.0,
-    ):
+    def __init__(self, name: str = "winner", *, by: RewardLike = "math", at_least: float = 1.0):
         super().__init__(name)
         self.by = as_reward_function(by)
         if self.by.per_turn or self.by.needs_roles:

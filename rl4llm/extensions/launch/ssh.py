@@ -72,11 +72,7 @@ def render(job: ClusterJob) -> dict[str, str]:
         "# Starts every process through ssh; Ctrl-C stops all of them.",
         "set -eu",
     ]
-    lines += [
-        *job.secrets_are_set(),
-        f"remote={shlex.quote(shlex.quote(_remote(job)))}",
-        START.rstrip(),
-    ]
+    lines += [*job.secrets_are_set(), f"remote={shlex.quote(shlex.quote(_remote(job)))}", START.rstrip()]
     for name, place in started:
         trains = place.role.name == "trainer"
         own = [f"{variable}={value}" for variable, value in place.environ().items()]

@@ -35,17 +35,7 @@ ESTIMATORS = {
     "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }  # fmt: skip
 LOSSES = {"vanilla": "", "gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo", "cispo": "cispo"}
-CLIPPED = (
-    "grpo",
-    "ppo",
-    "dapo",
-    "gspo",
-    "gmpo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-)
+CLIPPED = ("grpo", "ppo", "dapo", "gspo", "gmpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
 AGGREGATIONS = {
     "token-mean": "token",
     "seq-mean-token-mean": "sequence",

@@ -29,13 +29,7 @@ from rl4llm.runtime.threads import in_own_thread
 BEGIN_TIMEOUT_S = 60.0  # to the first message of an episode
 IDLE_S = 2 * 3600.0  # maximum duration of a turn of the policy
 LONGEST_SCORE_S = 3600.0  # how long a trainer waits for a reward that has no time limit
-TRAINERS_PART = (
-    "_run_interaction_loop",
-    "_run_episodes",
-    "_run_episode",
-    "opening",
-    "openings",
-)
+TRAINERS_PART = ("_run_interaction_loop", "_run_episodes", "_run_episode", "opening", "openings")
 TRAINERS_PART_OF_ROLES = ("_next", "_policys_line", "_opponents_line")
 
 

@@ -101,10 +101,7 @@ def as_they_are(rows: Any, plain: bool) -> Any:
     return rows
 
 
-READERS: Mapping[str, Callable[[Any, bool], Any]] = {
-    "grpo": prompts,
-    "rloo": prompts,
-}
+READERS: Mapping[str, Callable[[Any, bool], Any]] = {"grpo": prompts, "rloo": prompts}
 """By the trainer's algorithm: convert TRL's rows, given whether their prompts are strings."""
 
 

@@ -108,11 +108,7 @@ class LlamaDecoder(Decoder):
         return self.head(self.norm(self._hidden(token_ids_BS, cache)))[0]
 
     def _parts(self) -> list[Projections | Norm]:
-        return [
-            *(part for layer in self.layers for part in layer if part is not None),
-            self.norm,
-            self.head,
-        ]
+        return [*(part for layer in self.layers for part in layer if part is not None), self.norm, self.head]
 
     def _signature(self) -> list[Any]:
         """Return what tells this decoder from one that reads other tensors, or other scalings of adapters."""

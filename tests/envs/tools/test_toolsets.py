@@ -6,14 +6,7 @@ from typing import Literal
 import pytest
 
 from rl4llm.core.errors import ConfigError, EnvError, SandboxError
-from rl4llm.envs.tools import (
-    Tool,
-    ToolError,
-    ToolSet,
-    as_toolset,
-    calculator,
-    tool,
-)
+from rl4llm.envs.tools import Tool, ToolError, ToolSet, as_toolset, calculator, tool
 from rl4llm.envs.tools.arguments import objection
 from rl4llm.extensions.sandbox import Outcome
 from rl4llm.extensions.sandbox.python_tool import Python

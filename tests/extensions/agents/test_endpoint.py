@@ -132,11 +132,7 @@ def test_endpoint_replaces_lone_surrogates(play):
 
 
 def test_other_sampling_parameters_are_ignored_with_one_warning(play):
-    asked = {
-        "temperature": 0,
-        "top_p": 0.5,
-        "frequency_penalty": 1.0,
-    }
+    asked = {"temperature": 0, "top_p": 0.5, "frequency_penalty": 1.0}
     agent, found = asking({"messages": [USER], **asked}, {"messages": [USER], **asked})
     said = []
     _, client = play(agent, said=said, size=2, params=SamplingParams(max_tokens=9, temperature=0.7))

@@ -76,8 +76,7 @@ def test_hanging_start_logs_its_reason_and_ends_at_the_deadline(lock, caplog):
         working_in(held.parent),
         caplog.at_level(logging.WARNING),
         pytest.raises(
-            ConfigError,
-            match=r"The start did not finish within .*Compiling: .*some_op.*TORCH_EXTENSIONS_DIR",
+            ConfigError, match=r"The start did not finish within .*Compiling: .*some_op.*TORCH_EXTENSIONS_DIR"
         ),
         watched_builds("The start", deadline_s=0.3, say_every_s=0.1),
     ):

@@ -16,12 +16,7 @@ from rl4llm.extensions.sandbox import Sandbox
 
 RECORDED = json.loads(Path(__file__).with_name("lm_eval.json").read_text(encoding="utf-8"))
 NAMES = ("gsm8k", "math500", "humaneval", "ifeval")
-FILTERS = {
-    "flexible": "flexible-extract",
-    "strict": "strict-match",
-    "math": "accuracy",
-    "code": "accuracy",
-}
+FILTERS = {"flexible": "flexible-extract", "strict": "strict-match", "math": "accuracy", "code": "accuracy"}
 IFEVAL = {"strict": "prompt_level_strict_acc", "loose": "prompt_level_loose_acc"}
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 

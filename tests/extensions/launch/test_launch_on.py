@@ -271,10 +271,7 @@ def test_two_runs_on_one_machine_use_different_ports(written):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--on", "slurm", "--nproc", "8"],
-            "--nproc is not accepted with --on or --as; use launch.nproc",
-        ),
+        (["--on", "slurm", "--nproc", "8"], "--nproc is not accepted with --on or --as; use launch.nproc"),
         (["--as", "server", "--restarts", "0"], "--restarts is not accepted with --on or --as"),
         (["--submit"], "--submit is not accepted without --on LAUNCHER"),
         (["--on", "local", "--option", "partition=gpu"], "--option is not accepted with --on local"),

@@ -244,10 +244,7 @@ def test_without_the_package_files_are_written_but_not_submitted(written, tmp_pa
 
 def test_actor_and_worker_train_together_over_a_volume(model_dir, tmp_path, monkeypatch):
     """The worker boots from a version of long ago, and proves each new one, which it sees by commit and reload alone."""
-    own = {
-        "model": {"path": "model", "device": "cpu", "autocast": "none"},
-        "inference": {"name": "sglang"},
-    }
+    own = {"model": {"path": "model", "device": "cpu", "autocast": "none"}, "inference": {"name": "sglang"}}
     roles = {"launch": {"servers": 1, "server_gpus": 0}, "output": {"dir": "runs/small"}, "max_steps": STEPS}
     roles["sync"] = {"dir": "runs/small/weights"}  # both containers are processes of this machine here
     containers = Containers(tmp_path, {**CONFIG, **own, **roles, "checkpoint": {"every": 1, "keep": 3}})

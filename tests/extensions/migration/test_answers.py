@@ -50,13 +50,7 @@ def test_option_of_another_project_is_answered(key, said):
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        "algorithm.gamma",
-        "training.num_generations",
-        "rollout.max_token",
-        "nonsense",
-    ],
+    "key", ["algorithm.gamma", "training.num_generations", "rollout.max_token", "nonsense"]
 )
 def test_other_keys_have_no_answer(key):
     assert of_key(key) == ""

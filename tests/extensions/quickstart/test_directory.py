@@ -52,11 +52,7 @@ def test_quickstart_removes_what_a_killed_start_left(tmp_path):
     begun(tmp_path, 0)
     for name in ("model.tmp-1", "warm.tmp-1", "model", "notes.tmp-1"):
         (tmp_path / name).mkdir()
-    for name in (
-        "model.tmp-1/config.json",
-        "data/train.jsonl.tmp-1",
-        "data/train.jsonl",
-    ):
+    for name in ("model.tmp-1/config.json", "data/train.jsonl.tmp-1", "data/train.jsonl"):
         (tmp_path / name).touch()
     begun(tmp_path, 0)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}

@@ -569,11 +569,7 @@ def test_a_program_is_repaired_on_a_host(remote, play):
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [
-        ("OwnLoop", "_run_interaction_loop"),
-        ("OwnOpening", "opening"),
-        ("OwnOpponent", "opponents"),
-    ],
+    [("OwnLoop", "_run_interaction_loop"), ("OwnOpening", "opening"), ("OwnOpponent", "opponents")],
 )
 def test_environment_that_does_the_trainers_work_is_not_hosted(name, part):
     with pytest.raises(ConfigError, match=rf"cannot be hosted: {name}.{part} takes over"):

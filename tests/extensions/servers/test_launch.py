@@ -621,13 +621,7 @@ def test_the_log_of_a_server_is_for_its_owner_only(stand_in, tmp_path):
         assert server.log.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("rl4llm", "serve"),
-        ("rl4llm.inference.launch_sgl_server",),
-    ],
-)
+@pytest.mark.parametrize("command", [("rl4llm", "serve"), ("rl4llm.inference.launch_sgl_server",)])
 def test_without_its_folder_the_launcher_is_refused(tmp_path, command):
     package = Path(rl4llm.__file__).parent
     shutil.copytree(package, tmp_path / "rl4llm", ignore=shutil.ignore_patterns("servers", "__pycache__"))

@@ -9,18 +9,7 @@ import threading
 
 import pytest
 import torch
-from fault_server import (
-    FaultServer,
-    edited,
-    half_body,
-    hang,
-    kill,
-    lie,
-    reset,
-    small_model,
-    status,
-    text,
-)
+from fault_server import FaultServer, edited, half_body, hang, kill, lie, reset, small_model, status, text
 from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer

@@ -142,12 +142,7 @@ def test_save_eval_and_warmup_steps_count_optimizer_steps():
         keys["checkpoint.every"],
         keys["eval.every"],
         keys["training.warmup_steps"],
-    ) == (
-        100,
-        25,
-        5,
-        40,
-    )
+    ) == (100, 25, 5, 40)
 
 
 def test_a_keyword_alone_changes_only_what_it_names():

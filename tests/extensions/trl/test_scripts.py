@@ -9,11 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from forked_python import python
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.trl import (

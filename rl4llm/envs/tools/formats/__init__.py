@@ -30,14 +30,7 @@ from rl4llm.data.template import ChatTemplate, decode, opening
 from rl4llm.envs.tools.formats.calls import MAX_CALL_CHARS, CallFormat, ToolCall, as_call, not_a_call
 from rl4llm.envs.tools.formats.typed import typed
 
-__all__ = [
-    "FORMATS",
-    "MAX_CALL_CHARS",
-    "CallFormat",
-    "ToolCall",
-    "call_format",
-    "written_call",
-]
+__all__ = ["FORMATS", "MAX_CALL_CHARS", "CallFormat", "ToolCall", "call_format", "written_call"]
 
 FORMATS: Registry[CallFormat] = Registry(
     "env.format",

@@ -178,7 +178,7 @@ HARMONY = CallFormat(
         re.compile(
             r"(?:<\|channel\|>\s*\w{1,20}|<\|start\|>assistant|\A)\s*\bto=(?:functions\.)?(?P<name>[^\W\d][\w.-]{0,199})"
             r"(?![\w.-])(?:[^\n{<]|<\|(?:channel|constrain)\|>){0,100}<\|message\|>"
-        ),
+        )
     ),
     '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": "1"}<|call|>',
     ends_calls="<|call|>",

@@ -347,11 +347,7 @@ class SGLangClient(AdaptingClient):
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    return {
-        **sampling_options(params),
-        "max_new_tokens": params.max_tokens,
-        "top_k": params.top_k or -1,
-    }
+    return {**sampling_options(params), "max_new_tokens": params.max_tokens, "top_k": params.top_k or -1}
 
 
 def _sampled(answer: Any, request_id: str) -> Sampled:

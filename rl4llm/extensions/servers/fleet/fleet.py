@@ -14,12 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import (
-    ConfigError,
-    EngineError,
-    RefusedError,
-    UnreachableError,
-)
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.server import (

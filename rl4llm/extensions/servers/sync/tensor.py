@@ -23,10 +23,7 @@ class TensorPublisher(BasePublisher):
     """
 
     def __init__(
-        self,
-        client: TakesWeights,
-        kind: Literal["tensor", "distributed"],
-        dtype: torch.dtype = torch.float32,
+        self, client: TakesWeights, kind: Literal["tensor", "distributed"], dtype: torch.dtype = torch.float32
     ):
         self._client = client
         self._kind = kind
