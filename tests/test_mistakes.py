@@ -46,6 +46,8 @@ MODULES = {
         "    def respond(self, sample):\n        return sample.columns['nothing']\n\n\n"
         "class Words(BaseMDPEnv):\n    continue_truncated = True\n\n"
         "    def respond(self, sample):\n        return 'Well done.'\n\n\n"
+        "class Appends(BaseMDPEnv):\n    continue_truncated = True\n\n"
+        "    def respond(self, sample):\n        sample.messages.append(sample.last_message)\n        return []\n\n\n"
         "class Typo(BaseMDPEnv):\n    def respnd(self, sample):\n        return []\n\n\n"
         "class NoDataset(Words):\n    def __init__(self, *args, max_steps=1, **options):\n        pass\n\n\n"
         "def untyped(x):\n    \"\"\"Do.\"\"\"\n\n\n"
@@ -164,6 +166,7 @@ env.remote=localhost:5 env.thoughts=dorp           | env.thoughts='dorp' is not 
 rewards=[] rollout.group_size=2                    | Set rewards, for example rewards=[math]
 env.name=mine:Env env.max_steps=2                  | KeyError: 'nothing' (mine.py:
 env.name=mine:Words env.max_steps=2 | Words.respond must return a list of ChatMessage ([] ends the episode), not 'Well done.'
+env.name=mine:Appends env.max_steps=2              | Appends.respond changed sample.messages; return the new messages
 env.name=mine:Typo env.max_steps=2                 | max_steps=2 has no effect, since Typo has no method `respond`
 env.max_steps=2                                    | max_steps=2 has no effect, since ChatEnv has no method `respond`
 env.name=mine:NoDataset                            | NoDataset.__init__ must call super().__init__(

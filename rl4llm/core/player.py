@@ -110,7 +110,12 @@ class Player:
         where = f"{type(self).__name__}.respond"
 
         async def respond() -> Sequence[ChatMessage]:
+            before = list(sample.messages)
             replies = await call_off_loop("rl4llm-env", self.respond, sample)
+            if sample.messages != before:
+                raise EnvError(
+                    f"{where} changed sample.messages; return the new messages, and the loop appends them"
+                )
             if not are_messages(replies):
                 raise EnvError(
                     f"{where} must return a list of ChatMessage ([] ends the episode), not {replies!r:.200}"
