@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -174,7 +176,7 @@ def _fault(row: Mapping[str, Any], rewards: Sequence[BaseRewardFunction]) -> str
             reward.check_row(truth, columns)
         except DataError as error:
             return str(error)
-        if isinstance(truth, float) and truth != truth and needs_ground_truth(reward):
+        if isinstance(truth, numbers.Real | Decimal) and truth != truth and needs_ground_truth(reward):
             return f"the ground truth is NaN, a missing value, with which the reward {reward.name!r} compares answers."
         if fault := _fault(row, reward.parts):
             return fault

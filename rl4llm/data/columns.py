@@ -13,7 +13,9 @@ from rl4llm.core.message import MEDIA, UNSEEN, is_media, read_arguments
 
 TOOLS, TEMPLATE_ARGS = "tools", "chat_template_kwargs"
 _LIST = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
-_ROLE = re.compile(r"""[{,]\s*(["'])(role|from)\1\s*:""")
+_PRINTED = re.compile(
+    r"""\}\s*\n\s*\{\s*(["'])(role|from|content|value)\1\s*:"""
+)  # an array without its commas
 _OF_SCHEMAS = frozenset(("type", "properties", "$ref", "anyOf", "oneOf", "allOf", "$defs", "required"))
 
 
@@ -78,8 +80,8 @@ def messages_in(stored: Any, where: str) -> Any:
             value = read(stored.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        return value if isinstance(value, list) and _are_messages(value) else stored
-    if not _ROLE.search(stored):
+        return value if isinstance(value, list) and all(map(_says, value)) else stored
+    if not _PRINTED.search(stored):
         return stored
     raise DataError(
         f"{where}: {stored!r:.60} looks like messages, but is neither JSON nor a list of Python. Write it as JSON."
@@ -172,8 +174,11 @@ def _of_messages(value: Any) -> Any:
         return {key: _of_messages(item) for key, item in value.items()}
     if not isinstance(value, list | tuple) or not value:
         return value
-    return without_nulls(value) if _are_messages(value) else value
+    messages = all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in value)
+    return without_nulls(value) if messages else value
 
 
-def _are_messages(items: Sequence[Any]) -> bool:
-    return all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in items)
+def _says(item: Any) -> bool:
+    """Return whether an item of a text is a message: it names who speaks and has what they say."""
+    parts = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+    return isinstance(item, Mapping) and any(part <= item.keys() for part in parts)

@@ -9,6 +9,7 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -289,8 +290,10 @@ class RowReader:
 
     def prompt(self, where: str, row: Mapping[str, Any], column: str) -> Messages:
         """Return the messages of a column, or its text as the user's message, inside `prompt_template`."""
-        stored = _column(where, row, "data.prompt_column", column)
-        if (prompt := messages_in(stored, f"{where}: {column}")) is None:
+        prompt = _column(where, row, "data.prompt_column", column)
+        if self.prompt_template is None:  # which wraps a text, whatever it is
+            prompt = messages_in(prompt, f"{where}: {column}")
+        if prompt is None:
             return [ChatMessage("user", "")]
         if isinstance(prompt, list | tuple) or (column == "messages" and self.prompt_column is None):
             if self.prompt_template is not None:
@@ -314,6 +317,9 @@ def conversation(where: str, column: str, stored: Any, picture: ReadPicture | No
     `picture` reads the images of their parts, which are refused without it.
     """
     stored = messages_in(stored, f"{where}: {column}")
+    if isinstance(stored, str) and stored.lstrip().startswith("["):  # each fault of the list is named
+        with suppress(ValueError, RecursionError):
+            stored = json.loads(stored)
     if not isinstance(stored, list | tuple) or not all(isinstance(message, Mapping) for message in stored):
         raise DataError(
             f"{where}: {column} must be a list of messages {{'role': ..., 'content': ...}}, not {stored!r:.60}."

@@ -96,6 +96,26 @@ def test_a_printed_array_of_messages_is_refused(column):
         load_rows([row], learns_from="demonstrations")
 
 
+TEXTS = [
+    '[{"name": "Ann", "role": "engineer"}]',
+    '[{"from": "Paris", "to": "Rome"}]',
+    '[{"role": r, "content": text} for r in roles if {}]',
+    "[{'role': 'user', 'content': f'{x}'}]",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_data_and_code_that_name_roles_stay_text(text):
+    (row,) = load_rows([{"prompt": text, "completion": text}], learns_from="demonstrations")
+    assert [message["content"] for message in row["messages"]] == [text, text]
+
+
+def test_a_template_wraps_messages_as_text():
+    stored = json.dumps(ASKED)
+    (row,) = load_rows([{"prompt": stored}], prompt_template="Summarize: {prompt}")
+    assert row["messages"][0]["content"] == f"Summarize: {stored}"
+
+
 def test_a_completion_that_begins_with_a_question_is_refused():
     row = {"prompt": "Write a chat.", "completion": json.dumps([*ASKED, *ANSWER])}
     with pytest.raises(DataError, match="completion must continue with an answer of the assistant"):
@@ -183,11 +203,11 @@ def test_a_reward_that_compares_names_the_row_without_answer(reward, model_dir, 
 
 @pytest.mark.parametrize("reward", WITH, ids=name)
 def test_a_missing_number_is_no_ground_truth(reward, model_dir, tmp_path):
-    rows = [{"prompt": "1+1?", "ground_truth": 2.0}, {"prompt": "2+2?", "ground_truth": float("nan")}]
+    rows = [{"prompt": "1+1?", "ground_truth": 10**400}, {"prompt": "2+2?", "ground_truth": float("nan")}]
     with pytest.raises(DataError, match=r"open\.jsonl:2 .*(a missing value|nan is not an answer)"):
         built(model_dir, tmp_path, [reward], rows)
     with built(model_dir, tmp_path, [reward], rows, **{"data.bad_rows": "skip"}) as trainer:
-        assert [row["ground_truth"] for row in trainer.rollout.env.dataset] == [2.0]
+        assert [row["ground_truth"] for row in trainer.rollout.env.dataset] == [10**400]
 
 
 def test_a_function_of_columns_gets_no_empty_ground_truth():

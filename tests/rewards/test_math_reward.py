@@ -317,7 +317,7 @@ def test_an_answer_is_found_in_a_ground_truth(gold, answers):
 
 def test_a_row_without_an_answer_is_refused_or_skipped():
     rows = load_rows([{"prompt": "a", "ground_truth": "5"}, {"prompt": "b", "ground_truth": math.nan}])
-    with pytest.raises(DataError, match=r"dataset\[1\].*ground_truth=nan.*data\.bad_rows=skip"):
+    with pytest.raises(DataError, match=r"dataset\[1\].*ground truth is NaN.*data\.bad_rows=skip"):
         readable_rows(rows, [Scale(MathReward(), 2.0)], skip=False)
     kept = readable_rows(rows, [MathReward()], skip=True)
     assert len(kept) == 1 and "ground_truth=nan" in kept.skipped[0]

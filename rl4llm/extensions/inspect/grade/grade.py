@@ -11,6 +11,7 @@ from rl4llm.core.base_env import SampleState
 from rl4llm.core.base_reward import as_sample
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import ChatMessage
+from rl4llm.data.columns import messages_in
 from rl4llm.data.read import read_rows
 from rl4llm.rewards.math import MathReward, accepted_answers
 from rl4llm.rewards.pool import RewardFailure
@@ -71,6 +72,7 @@ def _sample(row: Any, reply: str | None, answer: str) -> SampleState | DataError
 
 
 def _messages(said: Any, column: str) -> list[ChatMessage]:
+    said = messages_in(said, column)
     items = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
         raise DataError(f"{column}={said!r:.100} is not accepted. Accepted: a string, or a list of messages.")

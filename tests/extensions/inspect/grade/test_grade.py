@@ -14,13 +14,15 @@ from rl4llm.rewards.math import SeveralBoxed
 
 PAGE = (Path(__file__).parents[4] / "docs" / "rewards.md").read_text()
 ASKED = {"role": "user", "content": "Is it \\boxed{4}?"}
+SAID = {"role": "assistant", "content": "It is 5."}
 ROWS = [
     ({"reply": "So \\boxed{18}.", "ground_truth": "9 * 2 = 18\n#### 18"}, 1.0, ["18"], ["18"], None),
     ({"reply": "It is \\boxed{(x+1)^2}.", "ground_truth": ["7", "x^2+2x+1"]}, 1.0, ["(x+1)^2"], ["7", "x^2+2x+1"], None),
     ({"reply": "\\boxed{1} or rather \\boxed{2}", "ground_truth": 1}, 0.0, ["2"], ["1"], None),
     ({"reply": "I do not know.", "ground_truth": "4"}, 0.0, [], ["4"], "no_answer"),
     ({"reply": f"\\boxed{{{'x' * 500}}}", "ground_truth": "4"}, 0.0, None, ["4"], "refused: more than 400 characters"),
-    ({"messages": [ASKED, {"role": "assistant", "content": "It is 5."}], "ground_truth": "5"}, 1.0, ["5"], ["5"], None),
+    ({"messages": [ASKED, SAID], "ground_truth": "5"}, 1.0, ["5"], ["5"], None),
+    ({"messages": json.dumps([ASKED, SAID]), "ground_truth": "5"}, 1.0, ["5"], ["5"], None),
     ({"reply": "\\boxed{4}", "ground_truth": "nan"}, None, [], [], "ground_truth='nan' is not an answer"),
     ({"reply": "\\boxed{4}", "answer": "4"}, None, [], [], "The column 'ground_truth' is missing. Columns: reply, answer."),
     ({"reply": None, "ground_truth": "4"}, None, [], [], "reply=None is not accepted. Accepted: a string, or a list"),
