@@ -29,7 +29,7 @@ async def drawn(sampler_of: Callable[[], ModelSampler], body: Mapping[str, Any])
         if body.get(key):
             raise ConfigError(f"{key}={body[key]} is not available: {what}.")
     tokens = _tokens(body["prompt"])
-    count, given = body.get("num_samples", 1), body.get("sampling_params") or {}
+    count, given = count_of(body), body.get("sampling_params") or {}
     sampler = sampler_of()
     _check_counts(body, len(tokens), sampler.client.vocab_size)
     sampler.running += 1
@@ -50,11 +50,20 @@ async def drawn(sampler_of: Callable[[], ModelSampler], body: Mapping[str, Any])
         sampler.running -= 1
 
 
+def count_of(body: Mapping[str, Any]) -> int:
+    """Return how many samples a request asks for; raise ConfigError for anything but 1 or more."""
+    count = 1 if body.get("num_samples") is None else body["num_samples"]
+    if not (isinstance(count, int) and count > 0):
+        raise ConfigError(f"num_samples={count!r} is not accepted. Accepted: 1 or above.")
+    return count
+
+
 def _check_counts(body: Mapping[str, Any], length: int, vocabulary: int) -> None:
     ranges = {"topk_prompt_logprobs": (0, vocabulary), "topk_sample_logprobs": (0, vocabulary)}
-    for key, (least, most) in {**ranges, "prompt_logprobs_last_n": (1, length - 1)}.items():
-        if body.get(key) is not None and not least <= body[key] <= most:
-            raise ConfigError(f"{key}={body[key]} is not accepted. Accepted: {least} to {most}.")
+    for key, (least, most) in {**ranges, "prompt_logprobs_last_n": (1, max(length, 1))}.items():
+        given = body.get(key)
+        if given is not None and not (isinstance(given, int) and least <= given <= most):
+            raise ConfigError(f"{key}={given!r} is not accepted. Accepted: {least} to {most}.")
 
 
 def params_of(given: Mapping[str, Any], room: int) -> SamplingParams:

@@ -18,7 +18,7 @@ from typing import Any
 from rl4llm.core.errors import CheckpointError, ConfigError, EngineError, unknown
 from rl4llm.extensions.tinker.messages import encode_losses, parse, read_forward_backward
 from rl4llm.extensions.tinker.models import Base, Samplers, Shape, Trained
-from rl4llm.extensions.tinker.sampling import drawn
+from rl4llm.extensions.tinker.sampling import count_of, drawn
 from rl4llm.extensions.tinker.store import PASSING, SAMPLER, WEIGHTS, Store
 from rl4llm.extensions.tinker.turns import Job, JobWorker, Order
 
@@ -184,9 +184,7 @@ class Service:
     def asample(self, body: Body) -> Body:
         sampling = body.get("sampling_session_id") or ""
         self._check(sampling, self._sampling, "sampling session")
-        request_id, count = f"{sampling}:{body['seq_id']}", body.get("num_samples", 1)
-        if not (isinstance(count, int) and count > 0):
-            raise ConfigError(f"num_samples={count!r} is not accepted. Accepted: 1 or above.")
+        request_id, count = f"{sampling}:{body['seq_id']}", count_of(body)
         if request_id not in self._promises:
             promise = self._promise(request_id, sampling.partition(":")[0], binary=True)
             of = partial(self._samplers.of, *self._sampling[sampling])
