@@ -147,7 +147,7 @@ def test_a_run_warns_of_replies_that_no_turn_reads(model_dir, tmp_path, capsys):
     ):
         trainer(model_dir, tmp_path / f"{number}", env=env, **keys).trainer.close()
         shown = " ".join(capsys.readouterr().out.split())
-        assert shown.count("the policy never reads what Hints.respond returns") == expected
+        assert shown.count("the policy reads no message that Hints.respond returns") == expected
 
 
 def test_a_tokenizer_of_another_model_is_refused_by_name(model_dir, tokenizer, tmp_path):

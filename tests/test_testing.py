@@ -213,10 +213,10 @@ class BeginsOtherwise(OwnLoop):
         return super()._run_interaction_loop(env_state, llm, sampling_params, **kwargs)
 
 
-class RewritesItsPrompt(Hints):
-    def respond(self, sample):
+class RewritesItsPrompt(OwnLoop):
+    def go_on(self, sample, last):
         sample.messages[0] = ChatMessage("user", "Something else.")
-        return super().respond(sample)
+        super().go_on(sample, last)
 
 
 class SpeaksForThePolicy(OwnLoop):

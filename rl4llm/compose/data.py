@@ -211,7 +211,7 @@ def _unread_replies(env: BaseMDPEnv, config: Config, prefix: str) -> list[str]:
     if not own or env.max_steps > 1 or "max_steps" in config.env:
         return []
     return [
-        f"{prefix}env: an episode has one turn, so the policy never reads what {type(env).__name__}.respond returns. "
+        f"{prefix}env: an episode has one turn, so the policy reads no message that {type(env).__name__}.respond returns. "
         "Next: set env.max_steps to the number of turns; env.max_steps=1 keeps one."
     ]
 
