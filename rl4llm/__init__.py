@@ -27,7 +27,7 @@ _HOMES = {
     "GRPOTrainer": "rl4llm.api",
     "KTOTrainer": "rl4llm.api",
     "LocalClient": "rl4llm.inference.local",
-    "MemoryPublisher": "rl4llm.sync.memory",
+    "MemoryPublisher": "rl4llm.sync.inference",
     "PPO": "rl4llm.algorithms.ppo",
     "PPOTrainer": "rl4llm.api",
     "Preparation": "rl4llm.trainers.prepare",

@@ -35,7 +35,7 @@ from rl4llm.envs.tools.tool import ToolSet as ToolSet
 from rl4llm.envs.tools.tool import tool as tool
 from rl4llm.inference.local import LocalClient as LocalClient
 from rl4llm.rewards.registry import register_reward as register_reward
-from rl4llm.sync.memory import MemoryPublisher as MemoryPublisher
+from rl4llm.sync.inference import MemoryPublisher as MemoryPublisher
 from rl4llm.trainers.base_trainer import BaseRLTrainer as BaseRLTrainer
 from rl4llm.trainers.base_trainer import BaseTrainer as BaseTrainer
 from rl4llm.trainers.prepare import Preparation as Preparation

@@ -60,7 +60,7 @@ CONTRACTS = (
     "rl4llm.core.base_backend.BaseBackend",
     "rl4llm.core.base_backend.BaseAdapter",
     "rl4llm.core.base_client.BaseClient",
-    "rl4llm.core.base_publisher.BasePublisher",
+    "rl4llm.core.base_client.BasePublisher",
     "rl4llm.tracking.tracker.Tracker",
     "rl4llm.core.registry.Registry",
 )

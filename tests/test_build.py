@@ -30,8 +30,8 @@ from rl4llm.compose.supervised import dataset_renderer
 from rl4llm.compose.tables import ENGINES
 from rl4llm.compose.trainer import precision_of
 from rl4llm.config import load_config
+from rl4llm.core.base_client import BasePublisher
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage, RewardExample, SampleState
-from rl4llm.core.base_publisher import BasePublisher
 from rl4llm.core.errors import ConfigError, DataError, EngineError, ModelError, RewardError, RunDirError
 from rl4llm.core.types import WeightRef
 from rl4llm.envs.chat import ChatEnv

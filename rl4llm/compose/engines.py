@@ -19,8 +19,7 @@ from rl4llm.compose.tables import ENGINES, PUBLISHERS
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.base_backend import BaseBackend
-from rl4llm.core.base_client import BaseClient
-from rl4llm.core.base_publisher import BasePublisher
+from rl4llm.core.base_client import BaseClient, BasePublisher
 from rl4llm.core.errors import ConfigError, EngineError, RL4LLMError
 from rl4llm.core.registry import from_extension, load
 from rl4llm.core.schema import check_options, with_options

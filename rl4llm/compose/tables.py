@@ -13,9 +13,8 @@ from rl4llm.core.registry import Registry
 
 if TYPE_CHECKING:
     from rl4llm.core.base_backend import BaseBackend
-    from rl4llm.core.base_client import BaseClient, TakesWeights
+    from rl4llm.core.base_client import BaseClient, BasePublisher, TakesWeights
     from rl4llm.core.base_env import BaseMDPEnv
-    from rl4llm.core.base_publisher import BasePublisher
 
 BACKENDS: Registry[type[BaseBackend]] = Registry(
     "backend.name",
@@ -30,7 +29,7 @@ ENGINES: Registry[type[BaseClient]] = Registry(
     table={"local": "rl4llm.inference.local:LocalClient"},
 )
 PUBLISHERS: Registry[Callable[[TakesWeights, Callable[[], Any], Any], BasePublisher]] = Registry(
-    "sync.name", group="rl4llm.publishers", table={"memory": "rl4llm.sync.memory:in_memory"}
+    "sync.name", group="rl4llm.publishers", table={"memory": "rl4llm.sync.inference:in_memory"}
 )
 """Functions that make a publisher from a client, a function that makes the store of versions, and the tokenizer."""
 

@@ -7,6 +7,7 @@ Each class has one purpose, so that code that needs one of them accepts any obje
     KeepsSessions  keeps the cache of a conversation between its turns
     LendsDevice    gives its device memory to the trainer and takes it back
     BaseClient     an engine of a run: the first three, with a beginning and an end
+    BasePublisher  brings the weights of the trainer to the engines
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.model_memory import EngineLoad, ModelShape, Precision
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
@@ -154,3 +156,23 @@ class BaseClient(Generates, TakesWeights, KeepsSessions, ABC):
                 await self.disconnect()
 
         return run(all_of_them())
+
+
+class BasePublisher(ABC):
+    """One kind of weight sync. It does not trust the answer of an engine; the log-prob parity check runs afterwards."""
+
+    @abstractmethod
+    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
+        """Load the backend's weights as `version` into every engine; raise EngineError or WeightsError."""
+
+    async def lend_device(self, backend: BaseBackend) -> None:
+        """Free the device for the trainer: engines that share it release memory. May be called again at any time."""
+
+    def take_device(self, backend: BaseBackend) -> None:
+        """Do what every other rank must do after `lend_device` of the first one."""
+
+    def follow(self, backend: BaseBackend) -> None:
+        """Do what every other rank must do after the first one has published and all weights are gathered."""
+
+    async def close(self) -> None:
+        """Release what publishing needed."""

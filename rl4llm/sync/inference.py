@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rl4llm.core.base_backend import BaseAdapter, BaseBackend
-from rl4llm.core.base_client import BaseClient
-from rl4llm.core.base_publisher import BasePublisher
+from rl4llm.core.base_client import BaseClient, BasePublisher, TakesWeights
 from rl4llm.core.types import WeightRef
 from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.runner import Runner
@@ -158,3 +157,24 @@ class Announced:
         finally:
             for _ in weights:
                 pass
+
+
+class MemoryPublisher(BasePublisher):
+    """Announces a new version to an engine in this process, which shares the trainer's weights.
+
+    If this rank holds only a part of the weights, the engine has a separate model, and gets a copy of all of them.
+    """
+
+    def __init__(self, client: TakesWeights):
+        self._client = client
+
+    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
+        """Have the engine report `version` with every token; copy the weights if it does not share them."""
+        weight_ref = WeightRef(version, "memory", tensors=None if backend.whole else backend.own_weights)
+        await self._client.load(weight_ref)
+        return weight_ref
+
+
+def in_memory(client: TakesWeights, store: Any, tokenizer: Any) -> BasePublisher:
+    """Make the publisher of sync.name=memory, which needs neither a store nor a tokenizer."""
+    return MemoryPublisher(client)

@@ -43,8 +43,7 @@ from rl4llm.core.types import Group, SamplingParams, TrainBatch
 from rl4llm.data.pack import Batching
 from rl4llm.runtime.cpu import keep_freed_memory
 from rl4llm.runtime.ranks import Ranks, join_ranks
-from rl4llm.sync.inference import Inference
-from rl4llm.sync.memory import MemoryPublisher
+from rl4llm.sync.inference import Inference, MemoryPublisher
 from rl4llm.testing import ScriptedClient
 from rl4llm.tracking.resources import PhaseClock, Resources
 from rl4llm.trainers.base_trainer import Schedule

@@ -11,8 +11,7 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, StaleWeightsError, UnreachableError
 from rl4llm.inference.local import LocalClient
-from rl4llm.sync.inference import Inference
-from rl4llm.sync.memory import MemoryPublisher
+from rl4llm.sync.inference import Inference, MemoryPublisher
 from rl4llm.sync.verify import Canary
 
 

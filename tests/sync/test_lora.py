@@ -24,7 +24,7 @@ from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher, LoraP
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.inference.local import LocalClient
 from rl4llm.runtime.transport import Retry
-from rl4llm.sync.memory import MemoryPublisher
+from rl4llm.sync.inference import MemoryPublisher
 from rl4llm.sync.verify import Canary
 
 PROMPT = [5, 9, 40, 33, 7]

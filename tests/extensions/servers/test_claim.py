@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl4llm.core.base_publisher import BasePublisher
+from rl4llm.core.base_client import BasePublisher
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.sync.wrappers import ClaimingPublisher
@@ -15,7 +15,7 @@ URL = "http://127.0.0.1:30000"
 HOLD = """
 import asyncio, pathlib, sys, time
 from rl4llm.extensions.servers.sync.wrappers import ClaimingPublisher
-from rl4llm.core.base_publisher import BasePublisher
+from rl4llm.core.base_client import BasePublisher
 
 class Nothing(BasePublisher):
     async def publish(self, backend, version):

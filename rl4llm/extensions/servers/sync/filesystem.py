@@ -10,8 +10,7 @@ from typing import Any
 
 from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.core.base_backend import BaseBackend
-from rl4llm.core.base_client import TakesWeights
-from rl4llm.core.base_publisher import BasePublisher
+from rl4llm.core.base_client import BasePublisher, TakesWeights
 from rl4llm.core.errors import ConfigError, EngineError, EnginesDownError, WeightsError
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.sync.store import WeightStore

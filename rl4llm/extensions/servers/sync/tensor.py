@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 
 from rl4llm.core.base_backend import BaseBackend
-from rl4llm.core.base_client import TakesWeights
-from rl4llm.core.base_publisher import BasePublisher
+from rl4llm.core.base_client import BasePublisher, TakesWeights
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.sync.store import WeightStore, check_tensors, narrowed
 

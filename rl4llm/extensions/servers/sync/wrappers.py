@@ -7,8 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rl4llm.core.base_backend import BaseBackend
-from rl4llm.core.base_client import LendsDevice
-from rl4llm.core.base_publisher import BasePublisher
+from rl4llm.core.base_client import BasePublisher, LendsDevice
 from rl4llm.core.errors import EngineError, EnginesDownError, RunDirError
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet

@@ -26,7 +26,7 @@ from rl4llm.extensions.inspect.check.laws import check_mask, check_sampled
 from rl4llm.extensions.inspect.check.run import CHECKS, Check, _result, check
 from rl4llm.extensions.inspect.plan import plan
 from rl4llm.inference.local import LocalClient
-from rl4llm.sync.memory import MemoryPublisher
+from rl4llm.sync.inference import MemoryPublisher
 
 ROOT = Path(__file__).parents[4]
 NAMED = {item.name: item for item in CHECKS}
