@@ -46,11 +46,11 @@ _HOMES = {
     "load_config": "rl4llm.config",
     "load_model": "rl4llm.backends.models",
     "load_tokenizer": "rl4llm.backends.models",
-    "register_algorithm": "rl4llm.algorithms.registry",
-    "register_env": "rl4llm.envs.registry",
-    "register_opponent": "rl4llm.core.base_opponent",
-    "register_reward": "rl4llm.rewards.registry",
-    "register_tool": "rl4llm.envs.tools.registry",
+    "register_algorithm": "rl4llm.core.tables",
+    "register_env": "rl4llm.core.tables",
+    "register_opponent": "rl4llm.core.tables",
+    "register_reward": "rl4llm.core.tables",
+    "register_tool": "rl4llm.core.tables",
     "tool": "rl4llm.envs.tools.tool",
 }
 __getattr__ = lazy(__name__, _HOMES)  # `import rl4llm` does not wait for torch

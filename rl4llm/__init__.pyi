@@ -1,7 +1,6 @@
 __version__: str
 from rl4llm.algorithms.grpo import GRPO as GRPO
 from rl4llm.algorithms.ppo import PPO as PPO
-from rl4llm.algorithms.registry import register_algorithm as register_algorithm
 from rl4llm.api import DAPOTrainer as DAPOTrainer
 from rl4llm.api import DPOTrainer as DPOTrainer
 from rl4llm.api import GRPOTrainer as GRPOTrainer
@@ -19,22 +18,23 @@ from rl4llm.core.base_env import BaseRewardFunction as BaseRewardFunction
 from rl4llm.core.base_env import EnvState as EnvState
 from rl4llm.core.base_env import SampleState as SampleState
 from rl4llm.core.base_opponent import BaseOpponent as BaseOpponent
-from rl4llm.core.base_opponent import register_opponent as register_opponent
+from rl4llm.core.tables import register_algorithm as register_algorithm
+from rl4llm.core.tables import register_env as register_env
+from rl4llm.core.tables import register_opponent as register_opponent
+from rl4llm.core.tables import register_reward as register_reward
+from rl4llm.core.tables import register_tool as register_tool
 from rl4llm.core.types import ChatMessage as ChatMessage
 from rl4llm.core.types import SamplingParams as SamplingParams
 from rl4llm.data.pack import Batching as Batching
 from rl4llm.data.prompts import PromptStream as PromptStream
 from rl4llm.envs.debate import DebateEnv as DebateEnv
-from rl4llm.envs.registry import register_env as register_env
 from rl4llm.envs.roles import RolesEnv as RolesEnv
 from rl4llm.envs.rollout import Rollout as Rollout
 from rl4llm.envs.tool import ToolMDPEnv as ToolMDPEnv
-from rl4llm.envs.tools.registry import register_tool as register_tool
 from rl4llm.envs.tools.tool import ToolError as ToolError
 from rl4llm.envs.tools.tool import ToolSet as ToolSet
 from rl4llm.envs.tools.tool import tool as tool
 from rl4llm.inference.local import LocalClient as LocalClient
-from rl4llm.rewards.registry import register_reward as register_reward
 from rl4llm.sync.inference import MemoryPublisher as MemoryPublisher
 from rl4llm.trainers.base_trainer import BaseRLTrainer as BaseRLTrainer
 from rl4llm.trainers.base_trainer import BaseTrainer as BaseTrainer

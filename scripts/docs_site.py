@@ -73,19 +73,22 @@ API = {  # page: title, what it says first, and modules of names of rl4llm; a na
     "api/rewards.md": (
         "Rewards",
         "Rewards score episodes. [Rewards](../rewards.md) says how to write one, and whose fault scores 0.",
-        ("rl4llm.rewards.", "rl4llm.core.base_env.BaseRewardFunction", "rl4llm.extensions.judges."),
+        ("rl4llm.rewards.", "rl4llm.core.base_env.BaseRewardFunction", "rl4llm.core.tables.REWARDS",
+         "rl4llm.core.tables.register_reward", "rl4llm.extensions.judges."),
     ),
     "api/environments.md": (
         "Environments",
         "The policy acts in an environment. [Environments](../environments.md) shows the ways to write one.",
         ("rl4llm.core.base_env.", "rl4llm.core.base_opponent.", "rl4llm.core.types.ChatMessage", "rl4llm.envs.tool.",
-         "rl4llm.envs.tools.", "rl4llm.envs.roles.", "rl4llm.envs.debate.", "rl4llm.envs.registry."),
+         "rl4llm.envs.tools.", "rl4llm.envs.roles.", "rl4llm.envs.debate.", "rl4llm.core.tables.ENVIRONMENTS",
+         "rl4llm.core.tables.TOOLS", "rl4llm.core.tables.register_env", "rl4llm.core.tables.register_tool",
+         "rl4llm.core.tables.register_opponent"),
     ),
     "api/algorithms.md": (
         "Algorithms",
         "An algorithm is a dataclass; its fields are the options of `algorithm` in a configuration. "
         "[Algorithms](../algorithms.md) compares the methods.",
-        ("rl4llm.algorithms.",),
+        ("rl4llm.algorithms.", "rl4llm.core.tables."),
     ),
     "api/testing.md": ("Testing", "Checks for environments and clients, and a client that answers from a script.", ()),
     "api/contracts.md": (

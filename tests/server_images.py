@@ -13,7 +13,7 @@ from vision_models import TEXTS, picture, plain_logprobs, vision_of, whole_model
 
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.backends.tiny_vision import build_vision_model, build_vision_tokenizer, save_vision_model
-from rl4llm.compose.tables import Given
+from rl4llm.compose.setup import Given
 from rl4llm.compose.trainer import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction

@@ -27,12 +27,12 @@ from rl4llm.compose.engines import build_client, check_engine, server_urls
 from rl4llm.compose.environments import make_env, make_prompts, unset_notes
 from rl4llm.compose.setup import Machine, Setup, build_algorithm, set_up_torch
 from rl4llm.compose.supervised import dataset_renderer
-from rl4llm.compose.tables import ENGINES
 from rl4llm.compose.trainer import precision_of
 from rl4llm.config import load_config
 from rl4llm.core.base_client import BasePublisher
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, DataError, EngineError, ModelError, RewardError, RunDirError
+from rl4llm.core.tables import ENGINES
 from rl4llm.core.types import WeightRef
 from rl4llm.envs.chat import ChatEnv
 from rl4llm.envs.rollout import Rollout

@@ -11,11 +11,10 @@ import pytest
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.cli import _parsed, build_parser
-from rl4llm.compose.tables import ENGINES
 from rl4llm.config import load_config
 from rl4llm.core.schema import accepted_options
+from rl4llm.core.tables import ENGINES, TOOLS
 from rl4llm.envs import ENVIRONMENTS
-from rl4llm.envs.tools.registry import TOOLS
 from rl4llm.rewards import REWARDS
 
 ROOT = Path(__file__).parents[1]

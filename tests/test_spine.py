@@ -29,6 +29,7 @@ SEAMS = {
     "tracking": ("tracking/",),
     "tables and contracts": (
         "core/registry.py",
+        "core/tables.py",
         "core/token_metrics.py",
         "core/base_client.py",
     ),

@@ -12,8 +12,6 @@ from rl4llm.algorithms.gspo import GSPO as GSPO
 from rl4llm.algorithms.gspo import GSPOToken as GSPOToken
 from rl4llm.algorithms.kto import KTO as KTO
 from rl4llm.algorithms.ppo import PPO as PPO
-from rl4llm.algorithms.registry import ALGORITHMS as ALGORITHMS
-from rl4llm.algorithms.registry import register_algorithm as register_algorithm
 from rl4llm.algorithms.reinforce_pp import ReinforcePP as ReinforcePP
 from rl4llm.algorithms.reinforce_pp import ReinforcePPBaseline as ReinforcePPBaseline
 from rl4llm.algorithms.remax import ReMax as ReMax
@@ -22,3 +20,5 @@ from rl4llm.algorithms.rloo import RLOO as RLOO
 from rl4llm.algorithms.sapo import SAPO as SAPO
 from rl4llm.algorithms.sft import SFT as SFT
 from rl4llm.algorithms.vapo import VAPO as VAPO
+from rl4llm.core.tables import ALGORITHMS as ALGORITHMS
+from rl4llm.core.tables import register_algorithm as register_algorithm

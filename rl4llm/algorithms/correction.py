@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl4llm.algorithms.registry import CORRECTIONS
 from rl4llm.algorithms.sequences import sequence_mean, sequence_sum
+from rl4llm.core.tables import CORRECTIONS
 from rl4llm.core.types import TrainBatch
 
 

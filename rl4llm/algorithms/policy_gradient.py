@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from rl4llm.algorithms.functional import differ, group_advantages, kl_loss
-from rl4llm.algorithms.registry import ALGORITHMS, CORRECTIONS
 from rl4llm.algorithms.returns import turn_returns, whiten
 from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator, Needs, Total
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import load
 from rl4llm.core.schema import Count, Fraction, Natural, NonNegative, Positive
+from rl4llm.core.tables import ALGORITHMS, CORRECTIONS
 from rl4llm.core.types import TRUNCATED, Group, TrainBatch, Trajectory
 
 ScaleRewards = Literal["group", "batch", "none"]

@@ -33,10 +33,7 @@ def names(key: str) -> list[str]:
 
 def registries() -> dict[str, Registry[Any]]:
     """Return the tables of names that a configuration may use."""
-    from rl4llm.algorithms.registry import ALGORITHMS
-    from rl4llm.compose.tables import BACKENDS, ENGINES
-    from rl4llm.envs.registry import ENVIRONMENTS
-    from rl4llm.rewards.registry import REWARDS
+    from rl4llm.core.tables import ALGORITHMS, BACKENDS, ENGINES, ENVIRONMENTS, REWARDS
 
     return {
         "algorithms": ALGORITHMS,

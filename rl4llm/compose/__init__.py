@@ -3,7 +3,7 @@
 from rl4llm.core.registry import lazy
 
 _HOMES = {
-    "Given": "rl4llm.compose.tables",
+    "Given": "rl4llm.compose.setup",
     "build_algorithm": "rl4llm.compose.setup",
     "build_model": "rl4llm.compose.models",
     "build_trainer": "rl4llm.compose.trainer",

@@ -10,18 +10,17 @@ import torch
 
 from rl4llm import TESTED_TORCH
 from rl4llm.backends.model_files import check_weights
-from rl4llm.compose.data import GENERATED
 from rl4llm.compose.engines import check_adapter_alone, check_engine, check_sync
 from rl4llm.compose.environments import EnvKeys, check_env_options, weighed
 from rl4llm.compose.models import check_backend
-from rl4llm.compose.setup import build_algorithm, demand_device, device_of
-from rl4llm.compose.tables import Given
+from rl4llm.compose.setup import Given, build_algorithm, demand_device, device_of
 from rl4llm.config import Config, by_part
 from rl4llm.config.keys import TrainingConfig
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.errors import ConfigError, RL4LLMError
 from rl4llm.core.registry import from_extension
 from rl4llm.core.schema import check_values
+from rl4llm.core.tables import GENERATED
 from rl4llm.data.read import check_source
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import check_reward

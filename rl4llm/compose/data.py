@@ -11,8 +11,9 @@ from rl4llm.compose.setup import Setup
 from rl4llm.config import Config, by_part
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError, SpecialTokenError, TemplateError
-from rl4llm.core.registry import Registry, load
+from rl4llm.core.registry import load
 from rl4llm.core.schema import accepted_options
+from rl4llm.core.tables import GENERATED
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.lengths import dropped, fitting_rows, place, too_long
 from rl4llm.data.load import load_rows
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from rl4llm.data.mixture import MixedPrompts
     from rl4llm.data.vision import Vision
 
-GENERATED: Registry[Callable[..., list[dict[str, Any]]]] = Registry("data.path", group="rl4llm.tasks")
-"""Tasks that `data.path` may name instead of a file."""
 
 LEAST = 0.1
 """The least share of its weight that a pool of a dataset keeps in a curriculum."""

@@ -15,7 +15,6 @@ import torch
 from rl4llm.backends.models import empty_model
 from rl4llm.compose.models import vision_of
 from rl4llm.compose.setup import Setup
-from rl4llm.compose.tables import ENGINES, PUBLISHERS
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.base_backend import BaseBackend
@@ -23,6 +22,7 @@ from rl4llm.core.base_client import BaseClient, BasePublisher
 from rl4llm.core.errors import ConfigError, EngineError, RL4LLMError
 from rl4llm.core.registry import from_extension, load
 from rl4llm.core.schema import check_options, with_options
+from rl4llm.core.tables import ENGINES, PUBLISHERS
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.sync.verify import Canary
 from rl4llm.tracking.run import RunTracker

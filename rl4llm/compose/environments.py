@@ -16,11 +16,11 @@ from rl4llm.compose.setup import Setup
 from rl4llm.config import Config
 from rl4llm.config.keys import RolloutConfig
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
-from rl4llm.core.base_opponent import OPPONENTS
 from rl4llm.core.base_reward import needs_ground_truth
 from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.registry import elsewhere, from_extension, imported, load
 from rl4llm.core.schema import accepted_options, check_values, with_options
+from rl4llm.core.tables import OPPONENTS
 from rl4llm.data.columns import TOOLS
 from rl4llm.data.lengths import SHOWN, place, rows_without, usable_rows
 from rl4llm.data.load import Rows

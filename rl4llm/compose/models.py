@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.backends.models import load_model, load_tokenizer
-from rl4llm.compose.setup import Machine, Setup, device_of, set_up_torch
-from rl4llm.compose.tables import BACKENDS, Given
+from rl4llm.compose.setup import Given, Machine, Setup, device_of, set_up_torch
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_backend import BaseBackend, TokenScorer
 from rl4llm.core.errors import ConfigError, ModelError
 from rl4llm.core.registry import load
 from rl4llm.core.schema import check_options, with_options
+from rl4llm.core.tables import BACKENDS
 from rl4llm.runtime.ranks import Ranks, join_ranks
 
 if TYPE_CHECKING:

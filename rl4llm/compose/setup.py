@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 import xxhash
 
 from rl4llm.algorithms import ALGORITHMS
-from rl4llm.compose.tables import Given
 from rl4llm.config import Config, LaunchConfig, as_written, flatten, to_yaml, variables_of
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_env import BaseMDPEnv
@@ -34,6 +34,20 @@ MAY_CHANGE = (
 """Keys that a resumed run may change without becoming another run."""
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # what a user has set stays
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Objects that the Python API gives instead of names; for None the configuration decides."""
+
+    model: Any = None
+    tokenizer: Any = None
+    dataset: Any = None
+    eval_dataset: Any = None
+    reward_functions: Sequence[Any] | None = None
+    reward_transform_fn: Any = None
+    env_class: type[BaseMDPEnv] | None = None
+    hosted: Any = None  # the stand-in for an environment that hosts run
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,7 @@ from rl4llm.compose.environments import (
     without_faulty_rows,
 )
 from rl4llm.compose.models import build_critic, build_policy, build_reference, plain_model, vision_of
-from rl4llm.compose.setup import Machine, Setup, planned_run, refuse_hidden, set_up_torch
-from rl4llm.compose.tables import Given
+from rl4llm.compose.setup import Given, Machine, Setup, planned_run, refuse_hidden, set_up_torch
 from rl4llm.config import Config, as_written, by_part, flatten
 from rl4llm.config.keys import SandboxConfig
 from rl4llm.core.base_backend import BaseBackend

@@ -98,7 +98,7 @@ class RolloutConfig:
 class SyncConfig:
     """How new weights reach the engines, and how they prove it."""
 
-    # memory for the embedded engine, filesystem for servers; see PUBLISHERS in rl4llm/compose/tables.py
+    # memory for the embedded engine, filesystem for servers; see PUBLISHERS in rl4llm/core/tables.py
     name: str = "auto"
     fallback: str | None = None  # the way that is taken, and reported, when the first one fails
     dir: str | None = None  # absolute and on all servers; null: in shared memory, or weights/ in output.dir

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
-from rl4llm.core.registry import Registry
 from rl4llm.core.types import ChatMessage, SamplingParams
 
 
@@ -31,10 +30,3 @@ class BaseOpponent(ABC):
 
     def close(self) -> None:
         """Release everything."""
-
-
-OPPONENTS: Registry[Callable[..., BaseOpponent]] = Registry("env.opponents.name", group="rl4llm.opponents")
-"""Those that a configuration may name; ``package.module:function`` is a function of the messages that returns the line."""
-
-register_opponent = OPPONENTS.register
-"""``@register_opponent("name")`` on a class makes it available to configurations under that name."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl4llm.core.base_env import LLM, BaseMDPEnv, EnvState, EpisodeState, Line, SampleState
-from rl4llm.core.base_opponent import OPPONENTS, BaseOpponent
+from rl4llm.core.base_opponent import BaseOpponent
 from rl4llm.core.errors import ConfigError, EnvError, unknown
 from rl4llm.core.message import after_thinking
 from rl4llm.core.player import contained
 from rl4llm.core.schema import Count
+from rl4llm.core.tables import OPPONENTS
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.runtime.seeds import derive_seed
 from rl4llm.runtime.threads import call_off_loop

@@ -4,7 +4,7 @@
 """
 
 from rl4llm.core.registry import lazy
-from rl4llm.rewards.registry import REWARDS, register_reward
+from rl4llm.core.tables import REWARDS, register_reward
 
 _HOMES = {
     "BatchCallable": "rl4llm.rewards.callables",

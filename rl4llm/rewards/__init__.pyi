@@ -1,3 +1,5 @@
+from rl4llm.core.tables import REWARDS as REWARDS
+from rl4llm.core.tables import register_reward as register_reward
 from rl4llm.rewards.callables import BatchCallable as BatchCallable
 from rl4llm.rewards.callables import RewardLike as RewardLike
 from rl4llm.rewards.callables import as_reward_function as as_reward_function
@@ -15,8 +17,6 @@ from rl4llm.rewards.pool import RewardFailure as RewardFailure
 from rl4llm.rewards.pool import Timeout as Timeout
 from rl4llm.rewards.pool import Unavailable as Unavailable
 from rl4llm.rewards.pool import VerifierPool as VerifierPool
-from rl4llm.rewards.registry import REWARDS as REWARDS
-from rl4llm.rewards.registry import register_reward as register_reward
 from rl4llm.rewards.repetition import RepetitionPenalty as RepetitionPenalty
 from rl4llm.rewards.scoring import Scores as Scores
 from rl4llm.rewards.scoring import score as score

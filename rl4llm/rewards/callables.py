@@ -11,7 +11,7 @@ from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState,
 from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError, RewardError, unknown
 from rl4llm.core.schema import check_values
-from rl4llm.rewards.registry import REWARDS
+from rl4llm.core.tables import REWARDS
 from rl4llm.rewards.replies import final_reply, policy_messages
 from rl4llm.runtime.runner import all_together
 

@@ -176,7 +176,7 @@ def built(model_dir, tmp_path, rewards, rows=OPEN, **keys):
         "model.path": str(model_dir), "data.path": str(file), "eval.every": 0, "output.dir": str(tmp_path / "run"),
         "rollout.prompts": 1, "rollout.group_size": 2, "rollout.max_tokens": 4, **keys,
     })  # fmt: skip
-    from rl4llm.compose.tables import Given
+    from rl4llm.compose.setup import Given
 
     return build_trainer(config, Given(reward_functions=rewards))
 

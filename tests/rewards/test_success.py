@@ -4,8 +4,8 @@ import pytest
 
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.tables import REWARDS
 from rl4llm.rewards import Clip, Gate, Scale, Threshold, as_reward_function
-from rl4llm.rewards.registry import REWARDS
 from rl4llm.rewards.scoring import successes
 
 

@@ -18,7 +18,7 @@ from vision_models import vision_directories  # noqa: F401 - fixture
 
 from rl4llm import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.cli import main
-from rl4llm.compose.tables import Given
+from rl4llm.compose.setup import Given
 from rl4llm.compose.trainer import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError, DataError

@@ -8,9 +8,9 @@ import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from rl4llm.api import SFTTrainer
-from rl4llm.compose.tables import ENGINES
 from rl4llm.config import Config
 from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.tables import ENGINES
 from rl4llm.data.lengths import context_limits
 from rl4llm.extensions.servers.fleet.build import build_fleet
 

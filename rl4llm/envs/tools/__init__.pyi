@@ -1,6 +1,6 @@
+from rl4llm.core.tables import TOOLS as TOOLS
+from rl4llm.core.tables import register_tool as register_tool
 from rl4llm.envs.tools.calculate import calculator as calculator
-from rl4llm.envs.tools.registry import TOOLS as TOOLS
-from rl4llm.envs.tools.registry import register_tool as register_tool
 from rl4llm.envs.tools.tool import Functions as Functions
 from rl4llm.envs.tools.tool import Tool as Tool
 from rl4llm.envs.tools.tool import ToolError as ToolError

@@ -11,7 +11,7 @@ from transformers.utils import DocstringParsingException, TypeHintParsingExcepti
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import accepted_options, check_options, with_options
-from rl4llm.envs.tools.registry import TOOLS
+from rl4llm.core.tables import TOOLS
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__rl4llm_tool__"

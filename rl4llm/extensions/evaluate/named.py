@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.compose.environments import Provided, build_rewards, build_sandbox
-from rl4llm.compose.setup import Setup
-from rl4llm.compose.tables import Given
+from rl4llm.compose.setup import Given, Setup
 from rl4llm.config import CONFIGS, Config, flatten, load_config
 from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.data.read import read_rows

@@ -15,10 +15,10 @@ from typing import Any
 from rl4llm.commands.output import say
 from rl4llm.commands.scratch import scratch_of
 from rl4llm.compose import build_algorithm, build_trainer
-from rl4llm.compose.data import GENERATED
-from rl4llm.compose.tables import Given
+from rl4llm.compose.setup import Given
 from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.tables import GENERATED
 from rl4llm.core.types import Trajectory
 from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import RolloutResult

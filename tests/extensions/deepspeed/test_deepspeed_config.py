@@ -8,7 +8,7 @@ import pytest
 from rl4llm.compose import build_algorithm
 from rl4llm.compose.choices import check_choices
 from rl4llm.compose.models import check_backend
-from rl4llm.compose.tables import Given
+from rl4llm.compose.setup import Given
 from rl4llm.config import load_config
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.errors import ConfigError

@@ -25,7 +25,6 @@ from fault_server import (
     write_weights,
 )
 
-from rl4llm.compose.tables import ENGINES
 from rl4llm.config import Config
 from rl4llm.core.errors import (
     ConfigError,
@@ -35,6 +34,7 @@ from rl4llm.core.errors import (
     StaleWeightsError,
     UnreachableError,
 )
+from rl4llm.core.tables import ENGINES
 from rl4llm.core.types import SamplingParams, TensorSpec
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.clients.vllm import VLLMClient

@@ -25,7 +25,7 @@ from server_images import (
 from vision_models import seeing_model
 
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.compose.tables import Given
+from rl4llm.compose.setup import Given
 from rl4llm.compose.trainer import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseRewardFunction

@@ -14,8 +14,7 @@ from rl4llm.commands.scratch import scratch_of
 from rl4llm.compose import build_trainer
 from rl4llm.compose.choices import check_choices
 from rl4llm.compose.environments import Provided, build_sandbox, provided_by
-from rl4llm.compose.setup import Setup, set_up_torch
-from rl4llm.compose.tables import Given
+from rl4llm.compose.setup import Given, Setup, set_up_torch
 from rl4llm.compose.trainer import AnyTrainer
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from rl4llm.commands.scratch import existing
 from rl4llm.compose import server_urls
-from rl4llm.compose.tables import BACKENDS
 from rl4llm.config import Config, by_part
 from rl4llm.core.errors import EngineError, RunDirError
 from rl4llm.core.model_memory import Precision
+from rl4llm.core.tables import BACKENDS
 from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded
 from rl4llm.extensions.inspect.plan.shape import read_shape, read_tower, with_tower
 from rl4llm.extensions.inspect.plan.show import size_text

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm import TESTED_TORCH, __version__
-from rl4llm.algorithms.registry import ALGORITHMS
 from rl4llm.commands.completers import registries
 from rl4llm.commands.output import Facts
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.registry import Registry
+from rl4llm.core.tables import ALGORITHMS
 
 PACKAGES = (
     "torch", "transformers", "datasets", "omegaconf", "math-verify", "deepspeed", "sglang", "vllm", "peft", "wandb",

@@ -15,8 +15,8 @@ from rl4llm.backends.heads import head_memory
 from rl4llm.backends.tower import FEATURE_BYTES, TOGETHER
 from rl4llm.compose.engines import server_urls
 from rl4llm.compose.setup import Setup
-from rl4llm.compose.tables import BACKENDS, ENGINES
 from rl4llm.core.model_memory import EngineLoad, ModelMemory, ModelShape
+from rl4llm.core.tables import BACKENDS, ENGINES
 from rl4llm.core.types import TrainBatch
 from rl4llm.data.images import KEPT
 from rl4llm.extensions.inspect.plan.counts import Counts
