@@ -131,3 +131,18 @@ def as_sample(messages: Sequence[ChatMessage], ground_truth: Any, columns: Mappi
 def needs_ground_truth(reward: BaseRewardFunction) -> bool:
     """Return whether a reward, or one that it is made of, compares with a ground truth."""
     return any(map(needs_ground_truth, reward.parts)) if reward.parts else reward.needs_ground_truth
+
+
+def policy_messages(sample: SampleState) -> list[ChatMessage]:
+    """Return the assistant messages after the prompt; examples in a few-shot prompt are not the policy's."""
+    return [message for message in sample.messages[sample.init_msg_size :] if message.role == "assistant"]
+
+
+def final_reply(messages: Sequence[ChatMessage]) -> str:
+    """Return the text of the last assistant message, "" without one."""
+    return next((message.content for message in reversed(messages) if message.role == "assistant"), "")
+
+
+def policy_tokens(sample: SampleState) -> int:
+    """Return the number of tokens that the policy sampled, over all its turns."""
+    return sum(len(span.token_ids) for span in sample.policy_spans)

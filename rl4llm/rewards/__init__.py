@@ -27,7 +27,7 @@ _HOMES = {
     "VerifierPool": "rl4llm.rewards.pool",
     "add": "rl4llm.rewards.combine",
     "as_reward_function": "rl4llm.rewards.callables",
-    "check_examples": "rl4llm.rewards.examples",
+    "check_examples": "rl4llm.rewards.scoring",
     "check_reward": "rl4llm.rewards.callables",
     "multiply": "rl4llm.rewards.combine",
     "score": "rl4llm.rewards.scoring",

@@ -7,7 +7,6 @@ from rl4llm.rewards.callables import check_reward as check_reward
 from rl4llm.rewards.combine import add as add
 from rl4llm.rewards.combine import multiply as multiply
 from rl4llm.rewards.combine import weighted_sum as weighted_sum
-from rl4llm.rewards.examples import check_examples as check_examples
 from rl4llm.rewards.format import FormatReward as FormatReward
 from rl4llm.rewards.length import LengthReward as LengthReward
 from rl4llm.rewards.math import MathReward as MathReward
@@ -19,6 +18,7 @@ from rl4llm.rewards.pool import Unavailable as Unavailable
 from rl4llm.rewards.pool import VerifierPool as VerifierPool
 from rl4llm.rewards.repetition import RepetitionPenalty as RepetitionPenalty
 from rl4llm.rewards.scoring import Scores as Scores
+from rl4llm.rewards.scoring import check_examples as check_examples
 from rl4llm.rewards.scoring import score as score
 from rl4llm.rewards.tool_use import ToolUseReward as ToolUseReward
 from rl4llm.rewards.wrappers import Clip as Clip

@@ -15,9 +15,9 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.base_reward import policy_messages
 from rl4llm.core.errors import RewardError
 from rl4llm.rewards.pool import RewardFailure
-from rl4llm.rewards.replies import policy_messages
 from rl4llm.runtime.raised import raised
 
 SLOW_AFTER_S = 60.0

@@ -8,11 +8,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState, Score
-from rl4llm.core.base_reward import BaseBatchReward
+from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
 from rl4llm.core.errors import ConfigError, RewardError, unknown
 from rl4llm.core.schema import check_values
 from rl4llm.core.tables import REWARDS
-from rl4llm.rewards.replies import final_reply, policy_messages
 from rl4llm.runtime.runner import all_together
 
 RewardLike = BaseRewardFunction | type[BaseRewardFunction] | str | Mapping[str, Any] | Callable[..., Any]

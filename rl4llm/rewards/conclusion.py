@@ -20,8 +20,16 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rl4llm.rewards.amounts import AMOUNT, NUMBER, last_number
-from rl4llm.rewards.marks import COMMANDS, Snippet, formulas, joined, without_dollars
+from rl4llm.rewards.marks import (
+    AMOUNT,
+    COMMANDS,
+    NUMBER,
+    Snippet,
+    formulas,
+    joined,
+    last_number,
+    without_dollars,
+)
 from rl4llm.rewards.quantities import unit
 
 MAX_CHARS = 4000

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from rl4llm.core.message import after_thinking
-from rl4llm.rewards.amounts import last_number
 from rl4llm.rewards.conclusion import concluded, first_sentence, is_equation
-from rl4llm.rewards.marks import boxes, joined, leading_formula
+from rl4llm.rewards.marks import boxes, joined, last_number, leading_formula
 
 Extraction = Literal["auto", "tag", "boxed", "hash", "answer", "last_number"]
 

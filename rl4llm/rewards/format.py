@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 
 from rl4llm.core.base_env import RewardExample, SampleState
-from rl4llm.core.base_reward import BaseBatchReward
+from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import ChatMessage
-from rl4llm.rewards.replies import final_reply, policy_messages
 
 
 class FormatReward(BaseBatchReward):

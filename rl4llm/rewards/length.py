@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
+from rl4llm.core.base_reward import policy_messages, policy_tokens
 from rl4llm.core.errors import ConfigError, RewardError
 from rl4llm.core.schema import Natural, checked
 from rl4llm.core.types import ChatMessage
-from rl4llm.rewards.replies import policy_messages, policy_tokens
 
 
 class LengthReward(BaseRewardFunction):

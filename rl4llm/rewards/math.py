@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl4llm.core.base_env import RewardExample, SampleState
-from rl4llm.core.base_reward import BaseBatchReward
+from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.message import after_thinking
 from rl4llm.core.schema import Count, Positive, checked
@@ -22,7 +22,6 @@ from rl4llm.rewards.conclusion import only_mathematics
 from rl4llm.rewards.extract import Extraction, boxed_answers, final_answer
 from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
 from rl4llm.rewards.prefilter import MAX_CHARS, refuse
-from rl4llm.rewards.replies import final_reply, policy_messages
 
 _VERIFIER = f"{Path(__file__).with_name('_verify_math.py')}:same_answer"
 _WARM_UP = [

@@ -18,11 +18,10 @@ from dataclasses import replace
 from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
-from rl4llm.core.base_reward import BaseBatchReward
+from rl4llm.core.base_reward import BaseBatchReward, policy_messages
 from rl4llm.core.errors import ConfigError
 from rl4llm.rewards.ask import as_list, as_number
 from rl4llm.rewards.callables import RewardLike, as_reward_function
-from rl4llm.rewards.replies import policy_messages
 
 
 class BaseWrapper(BaseBatchReward):

@@ -11,8 +11,7 @@ from rl4llm.core.base_env import BaseRewardFunction, ChatMessage, RewardExample,
 from rl4llm.core.errors import ConfigError, RewardError
 from rl4llm.rewards import REWARDS, FormatReward, LengthReward, as_reward_function, register_reward
 from rl4llm.rewards.callables import BatchCallable
-from rl4llm.rewards.examples import check_examples
-from rl4llm.rewards.scoring import score
+from rl4llm.rewards.scoring import check_examples, score
 
 
 class Exact(BaseRewardFunction):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rl4llm.core.message import after_thinking
-from rl4llm.rewards import amounts
+from rl4llm.rewards import marks
 from rl4llm.rewards.extract import boxed_answers, final_answer
 
 
@@ -224,12 +224,12 @@ def test_result_of_arithmetic_is_read(extraction, operation):
 
 @pytest.mark.parametrize("table", ["BEFORE", "AFTER"])
 def test_each_mark_of_other_notation_keeps_a_number_out(table, monkeypatch):
-    marks = getattr(amounts, table)
-    for text in marks:
-        assert amounts.last_number(text) is None, text
-        others = [pattern for other, pattern in marks.items() if other != text]
-        monkeypatch.setattr(amounts, f"_{table}", re.compile("|".join(others)))
-        assert amounts.last_number(text) is not None, f"{text} needs no pattern"
+    texts = getattr(marks, table)
+    for text in texts:
+        assert marks.last_number(text) is None, text
+        others = [pattern for other, pattern in texts.items() if other != text]
+        monkeypatch.setattr(marks, f"_{table}", re.compile("|".join(others)))
+        assert marks.last_number(text) is not None, f"{text} needs no pattern"
         monkeypatch.undo()
 
 

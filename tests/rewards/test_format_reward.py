@@ -4,8 +4,8 @@ import pytest
 
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.errors import ConfigError
-from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.format import FormatReward
+from rl4llm.rewards.scoring import check_examples
 
 
 def grade(reply, **options):

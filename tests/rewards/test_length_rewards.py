@@ -5,10 +5,9 @@ import pytest
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.errors import ConfigError, RewardError
 from rl4llm.core.types import TokenSpan
-from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.length import LengthReward
 from rl4llm.rewards.overlong import OverlongPenalty
-from rl4llm.rewards.scoring import score
+from rl4llm.rewards.scoring import check_examples, score
 
 
 def spoken(*turns):

@@ -16,10 +16,9 @@ from rl4llm.core.base_reward import as_sample
 from rl4llm.core.errors import ConfigError, DataError, RewardError
 from rl4llm.data.load import load_rows
 from rl4llm.rewards import math as math_module
-from rl4llm.rewards.examples import check_examples
 from rl4llm.rewards.math import MathReward, accepted_answers
 from rl4llm.rewards.pool import RewardFailure
-from rl4llm.rewards.scoring import score
+from rl4llm.rewards.scoring import check_examples, score
 from rl4llm.rewards.wrappers import Scale
 
 

@@ -16,8 +16,7 @@ from rl4llm.core.errors import RewardError
 from rl4llm.rewards import RewardFailure
 from rl4llm.rewards.ask import Broken, ask
 from rl4llm.rewards.combine import weighted_sum
-from rl4llm.rewards.examples import check_examples
-from rl4llm.rewards.scoring import _turns, score
+from rl4llm.rewards.scoring import _turns, check_examples, score
 
 
 class Told(BaseRewardFunction):

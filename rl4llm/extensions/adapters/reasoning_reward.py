@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.base_reward import BaseBatchReward
+from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
 from rl4llm.core.errors import DataError
 from rl4llm.core.schema import checked
 from rl4llm.rewards.extract import final_answer
 from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
-from rl4llm.rewards.replies import final_reply, policy_messages
 
 VERIFIER = Path(__file__).with_name("_reasoning_gym.py")
 COLUMN = "reasoning"

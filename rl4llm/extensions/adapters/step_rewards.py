@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
-from rl4llm.core.base_reward import BaseBatchReward
+from rl4llm.core.base_reward import BaseBatchReward, policy_messages
 from rl4llm.core.errors import EnvError
-from rl4llm.rewards.replies import policy_messages
 
 COLUMN = "step_rewards"
 

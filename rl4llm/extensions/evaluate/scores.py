@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from rl4llm.core.base_env import SampleState
+from rl4llm.core.base_reward import final_reply
 from rl4llm.core.types import Group, Trajectory
-from rl4llm.rewards.replies import final_reply
 
 Z = statistics.NormalDist().inv_cdf(0.975)
 SHARES = "95 %, over problems: Wilson's for shares, Student's with Agresti and Min's addition for their differences"

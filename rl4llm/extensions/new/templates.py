@@ -211,7 +211,7 @@ def module(right: str, tools: str, turns: int) -> str:
     imports += [
         "from rl4llm.core.base_env import RewardExample",
         *(["from rl4llm.data.images import read_picture"] if tools == "picture" else []),
-        "from rl4llm.rewards.replies import final_reply",
+        "from rl4llm.core.base_reward import final_reply",
     ]
     pieces = [RIGHT[right], REWARD, TOOLS[tools], ENVIRONMENT if plays else ""]
     return "\n".join([HEAD, *imports, ""]) + "".join(pieces)

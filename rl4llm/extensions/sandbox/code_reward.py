@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl4llm.core.base_env import RewardExample, SampleState
-from rl4llm.core.base_reward import BaseBatchReward
+from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.schema import Fraction, checked
 from rl4llm.core.types import ChatMessage
@@ -16,7 +16,6 @@ from rl4llm.extensions.sandbox.code_run import CodeRunner
 from rl4llm.extensions.sandbox.code_tests import stored_tests
 from rl4llm.extensions.sandbox.solutions import Solutions
 from rl4llm.rewards.pool import RewardFailure
-from rl4llm.rewards.replies import final_reply, policy_messages
 
 STORED_TESTS = 200
 Grade = tuple[float | RewardFailure, str | None, dict[str, Any] | None]

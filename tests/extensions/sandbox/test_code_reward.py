@@ -12,8 +12,7 @@ from rl4llm.extensions.sandbox import Asserts, Calls, Outcome, Sandbox, Stdin, S
 from rl4llm.extensions.sandbox.code_reward import CodeReward
 from rl4llm.extensions.sandbox.code_tests import code_in, stored_tests
 from rl4llm.rewards import RewardFailure, as_reward_function
-from rl4llm.rewards.examples import check_examples
-from rl4llm.rewards.scoring import score
+from rl4llm.rewards.scoring import check_examples, score
 
 ASSERTS = "assert double(2) == 4\nassert double(3) == 6\nassert double(0) == 0\nassert double(-1) == -2"
 

@@ -28,11 +28,11 @@ from torch.nn.functional import cross_entropy
 from rl4llm.api import GRPOTrainer
 from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
 from rl4llm.core.base_env import BaseRewardFunction
+from rl4llm.core.base_reward import policy_messages
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.extensions.sandbox.code_reward import CodeReward
 from rl4llm.rewards.math import MathReward
 from rl4llm.rewards.pool import RewardFailure
-from rl4llm.rewards.replies import policy_messages
 
 MINUTES = float(os.environ.get("RL4LLM_ATTACKER", "0"))
 FORBIDDEN = 10.0  # reward of an escape or a forged verdict, which no number of seconds reaches

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample
+from rl4llm.core.base_reward import final_reply
 from rl4llm.core.errors import DataError
 from rl4llm.core.message import after_thinking
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.evaluate.benchmarks import Benchmark, Reader, Row
-from rl4llm.rewards.replies import final_reply
 
 SHOTS = 5
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")

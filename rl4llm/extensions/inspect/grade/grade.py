@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.base_reward import as_sample
+from rl4llm.core.base_reward import as_sample, final_reply
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.columns import messages_in
 from rl4llm.data.read import read_rows
 from rl4llm.rewards.math import MathReward, accepted_answers
 from rl4llm.rewards.pool import RewardFailure
-from rl4llm.rewards.replies import final_reply
 
 
 @dataclass(frozen=True, slots=True)
