@@ -14,13 +14,13 @@ import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rl4llm.backends.dtensor import whole
 from rl4llm.backends.model_files import refuse_adapted
 from rl4llm.backends.vision_language import whole_checkpoint
 from rl4llm.core.base_backend import BaseAdapter, BaseBackend
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.runs.tensor_file import tensor_bytes
+from rl4llm.runtime.ranks import whole
 from rl4llm.runtime.seeds import derive_seed
 
 NAME = "default"  # PEFT's for the only adapter of a model

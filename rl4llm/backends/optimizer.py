@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl4llm.backends.dtensor import part, part_like
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.registry import Registry
 from rl4llm.core.schema import Beta, Natural, NonNegative, check_fields
+from rl4llm.runtime.ranks import part, part_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -13,19 +13,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl4llm.backends.dtensor import put, whole
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.model_backend import FORMAT, MOMENTS, STATE, WEIGHTS, ModelBackend, gathered, part_of
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.runner import TokenNumbers, nothing_of
-from rl4llm.core.base_backend import BaseAdapter, TokenLosses, TokenMeasures
+from rl4llm.core.base_backend import BaseAdapter, TokenLosses, TokenMeasures, of_batch
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
 from rl4llm.core.registry import Registry
-from rl4llm.core.token_metrics import of_batch
 from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.runs.tensor_file import TensorFile
-from rl4llm.runtime.ranks import Ranks
+from rl4llm.runtime.ranks import Ranks, put, whole
 
 if TYPE_CHECKING:
     from rl4llm.backends.lora import LoraAdapter

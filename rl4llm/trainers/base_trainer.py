@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from rl4llm.core.base_algorithm import BaseAlgorithm
-from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_backend import BaseBackend, of_update
 from rl4llm.core.errors import CheckpointError, NotFiniteError, RL4LLMError, RunDirError
-from rl4llm.core.token_metrics import of_update
 from rl4llm.core.types import Group, Trajectory, Update
-from rl4llm.runs.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint, unfinished_saves
+from rl4llm.runs.checkpoint import (
+    Checkpoint,
+    latest_checkpoint,
+    restore_rng,
+    rng_state,
+    save_checkpoint,
+    unfinished_saves,
+)
 from rl4llm.runs.run_dir import RunDir, replace_directory
 from rl4llm.runtime.ranks import Ranks
-from rl4llm.runtime.rng import restore_rng, rng_state
 from rl4llm.runtime.watchdog import Watchdog, stop_on_signals
 
 Clock = Callable[[str], AbstractContextManager[Any]]

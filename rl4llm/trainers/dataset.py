@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rl4llm.backends.source_form import save_tokenizer
-from rl4llm.core.token_metrics import of_update
+from rl4llm.core.base_backend import of_update
 from rl4llm.core.types import Group, Update
 from rl4llm.data.prompts import PromptStream
 from rl4llm.tracking.run import RunTracker

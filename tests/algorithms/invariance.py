@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.core.base_algorithm import BaseAlgorithm
-from rl4llm.core.base_backend import BaseBackend
-from rl4llm.core.token_metrics import of_batch, of_update
+from rl4llm.core.base_backend import BaseBackend, of_batch, of_update
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
 from rl4llm.data.pack import Batching
 from rl4llm.runtime.ranks import Ranks

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl4llm.backends.dtensor import part, whole
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
@@ -21,7 +20,7 @@ from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
 from rl4llm.core.types import TensorSpec
 from rl4llm.data.aggregation import totals_of
 from rl4llm.data.pack import pack
-from rl4llm.runtime.ranks import Ranks
+from rl4llm.runtime.ranks import Ranks, part, whole
 
 SHARDS = ["ddp", "fsdp2"]
 KINDS = {

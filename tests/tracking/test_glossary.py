@@ -8,7 +8,7 @@ import pytest
 from metrics_page import BEGIN, END, PAGE, tables
 
 import rl4llm
-from rl4llm.core.token_metrics import WEIGHTED
+from rl4llm.core.base_backend import WEIGHTED
 from rl4llm.tracking.glossary import find, sections
 
 ALGORITHMS = Path(rl4llm.__file__).parent / "algorithms"

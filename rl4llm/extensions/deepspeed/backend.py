@@ -25,10 +25,9 @@ from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.model_backend import FORMAT, MOMENTS, STATE, WEIGHTS, ModelBackend, gathered, part_of
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.runner import nothing_of
-from rl4llm.core.base_backend import TokenLosses, TokenMeasures
+from rl4llm.core.base_backend import TokenLosses, TokenMeasures, of_batch
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
-from rl4llm.core.token_metrics import of_batch
 from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.extensions.deepspeed.builds import watched_builds
 from rl4llm.extensions.deepspeed.config import (

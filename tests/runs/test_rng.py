@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl4llm.core.errors import CheckpointError
-from rl4llm.runtime.rng import restore_rng, rng_state
+from rl4llm.runs.checkpoint import restore_rng, rng_state
 
 
 def draws():
