@@ -18,6 +18,7 @@ from small_run import SmallRun
 
 from rl4llm import TESTED_TORCH
 from rl4llm.cli import COMMANDS
+from rl4llm.core.registry import stubbed
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rl4llm"
@@ -205,12 +206,10 @@ def test_names_of_other_projects_are_not_at_the_top_level():
 
 @pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda stub: stub.parent.name)
 def test_stubs_name_the_modules_of_lazy_names(stub):
-    tree = ast.parse(stub.read_text())
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    stubbed = {alias.name: node.module for node in imports for alias in node.names}
     package = importlib.import_module(".".join(stub.parent.relative_to(ROOT).parts))
-    assert package._HOMES and package._HOMES.items() <= stubbed.items()
-    assert all(hasattr(importlib.import_module(module), name) for name, module in stubbed.items())
+    assert package.__all__
+    for name, module in stubbed(stub).items():
+        assert getattr(package, name) is getattr(importlib.import_module(module), name)
 
 
 def test_help_waits_for_nothing_heavy():

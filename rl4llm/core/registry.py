@@ -201,12 +201,16 @@ def elsewhere(kind: str, name: str) -> str:
     return said
 
 
-def lazy(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package that imports its names on first use; `homes` are their modules.
+def lazy(module: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
+    """Return ``__getattr__`` and ``__all__`` of a package that imports its names on first use.
+
+    The stub beside its `file` has the names and their modules; a package without a stub has no names.
 
     A name that is unknown, or needs a missing package, raises AttributeError; ``from package import name``, which would hide
     its message, raises ImportError with the same one.
     """
+
+    homes = stubbed(Path(file).with_suffix(".pyi"))
 
     def attribute(name: str) -> Any:
         known = name in homes or name.startswith("_")
@@ -221,7 +225,18 @@ def lazy(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
             raise ImportError(f"cannot import name {name!r} from {module!r}. {said}") from missing
         raise AttributeError(f"module {module!r} has no attribute {name!r}. {said}".rstrip()) from missing
 
-    return attribute
+    return attribute, list(homes)
+
+
+def stubbed(stub: Path) -> dict[str, str]:
+    """Return the module of each name that a stub imports."""
+    nodes = ast.parse(stub.read_text(encoding="utf-8")).body if stub.exists() else ()
+    return {
+        alias.name: node.module
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
 
 
 def _is_import(frame: FrameType) -> bool:

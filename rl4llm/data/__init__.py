@@ -2,4 +2,4 @@
 
 from rl4llm.core.registry import lazy
 
-__getattr__ = lazy(__name__, {})
+__getattr__, __all__ = lazy(__name__, __file__)

@@ -3,5 +3,5 @@
 from rl4llm.core.registry import lazy
 from rl4llm.envs.tool import ToolMDPEnv as SglToolMDPEnv
 
-__getattr__ = lazy(__name__, {})
+__getattr__, _ = lazy(__name__, __file__)
 __all__ = ["SglToolMDPEnv"]

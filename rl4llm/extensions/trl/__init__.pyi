@@ -37,4 +37,4 @@ from rl4llm.extensions.trl.trainers import RewardTrainer as RewardTrainer
 from rl4llm.extensions.trl.trainers import RLOOTrainer as RLOOTrainer
 from rl4llm.extensions.trl.trainers import SFTTrainer as SFTTrainer
 
-_HOMES: dict[str, str]
+__all__: list[str]

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.trl import _HOMES, attributes, stand_in
+from rl4llm.extensions import trl
+from rl4llm.extensions.trl import attributes, stand_in
 
 EXTRAS = {"peft": "'rl4llm[lora]'", "accelerate": "accelerate", "math_verify": "math-verify"}
 """What to install for a package that a script imports."""
@@ -85,7 +86,7 @@ def _imports(node: ast.AST) -> Iterator[str]:
             yield stand_in.refusal(str(node.module))
             return
         for item in node.names:
-            known = item.name in _HOMES or f"{node.module}.{item.name}" in stand_in.MODULES
+            known = item.name in trl.__all__ or f"{node.module}.{item.name}" in stand_in.MODULES
             if not known and not item.name.startswith("_"):
                 yield stand_in.refusal(f"{node.module}.{item.name}")
 

@@ -11,8 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.registry import load
-from rl4llm.extensions.trl import _HOMES as HOMES
+from rl4llm.extensions import trl
 
 TRAINERS = ("DPO", "GRPO", "KTO", "RLOO", "Reward", "SFT")
 PACKAGES = ("trl", "trl.models", "trl.rewards", "trl.scripts", "trl.trainer")
@@ -53,9 +52,9 @@ class _Module(ModuleType):
             raise AttributeError(name)
         if f"{self.__name__}.{name}" in MODULES:
             return importlib.import_module(f"{self.__name__}.{name}")
-        if name not in HOMES:
+        if name not in trl.__all__:
             raise ConfigError(refusal(f"{self.__name__}.{name}"))
-        return load(f"{HOMES[name]}:{name}")
+        return getattr(trl, name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

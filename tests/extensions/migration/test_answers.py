@@ -149,7 +149,8 @@ def test_unknown_attribute_is_missing_without_an_import_error(name):
 @pytest.mark.parametrize("home", ["rl4llm.extensions.no_such_extension.x", "no_such_package.x"])
 def test_name_of_a_missing_package_is_missing_with_the_reason(home, tmp_path, monkeypatch):
     module = ModuleType("needs_more")
-    module.__getattr__ = lazy("needs_more", {"Thing": home})
+    (tmp_path / "needs_more.pyi").write_text(f"from {home} import Thing as Thing\n")
+    module.__getattr__, _ = lazy("needs_more", str(tmp_path / "needs_more.py"))
     monkeypatch.setitem(sys.modules, "needs_more", module)
     assert not hasattr(module, "Thing")
     with pytest.raises(
