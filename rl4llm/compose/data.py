@@ -17,7 +17,8 @@ from rl4llm.core.tables import GENERATED
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.lengths import dropped, fitting_rows, place, too_long
 from rl4llm.data.load import load_rows
-from rl4llm.data.pack import Batching, BatchPlan, plan_batches
+from rl4llm.data.pack import Batching
+from rl4llm.data.plan import BatchPlan, plan_batches
 from rl4llm.data.prompts import PromptStream
 from rl4llm.data.read import has_splits
 from rl4llm.data.render import Renderer

@@ -6,8 +6,6 @@ No loop runs over tokens: they are flattened once, and a layout only places runs
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl4llm.core.errors import ConfigError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.registry import load
-from rl4llm.core.types import GroupKey, TrainBatch, Trajectory
+from rl4llm.core.types import TrainBatch, Trajectory
 from rl4llm.data.aggregation import AGGREGATIONS, Floats, Ints, StepTotals, check_aggregation, totals_of
 from rl4llm.data.layouts import LAYOUTS, NEVER, Lengths, Pieces, first_fit
 
@@ -57,81 +54,48 @@ class Batching:
         """Return what an optimizer step trains on, counted before any trajectory is left out."""
         return totals_of(trajectories, constant_length=self.constant_length)
 
-    def budget(self, lengths: Sequence[int]) -> int:
+    def budget(self, lengths: Iterable[int]) -> int:
         """Return the tokens of a micro-batch for pieces of these lengths, which cannot be cut."""
         return max(self.max_tokens_per_batch or self.usual_tokens_per_batch, *lengths)
 
     def pack(
         self, trajectories: Sequence[Trajectory], credits: Sequence[Credit], totals: StepTotals
     ) -> list[TrainBatch]:
-        """Return the micro-batches of one optimizer step."""
-        pieces = Counter[GroupKey | int]()  # tokens of groups or records, which cannot be cut
-        records = (record for one in trajectories for record in one.by_record())
-        for number, record in enumerate(records):
-            pieces[record.group_key if self.whole_groups else number] += record.num_tokens
-        return pack(
-            trajectories,
-            credits,
-            max_tokens_per_batch=self.budget([0, *pieces.values()]),
-            layout=self.layout,
-            aggregation=self.aggregation,
-            totals=totals,
-            pad_token_id=self.pad_token_id,
-            whole_groups=self.whole_groups,
-            positions=self.positions,
-        )
+        """Return the micro-batches of one optimizer step.
 
-
-def pack(
-    trajectories: Sequence[Trajectory],
-    credits: Sequence[Credit],
-    *,
-    max_tokens_per_batch: int,
-    layout: str,
-    aggregation: str,
-    totals: StepTotals,
-    pad_token_id: int,
-    whole_groups: bool = False,
-    positions: Positions | None = None,
-) -> list[TrainBatch]:
-    """Return micro-batches of at most `max_tokens_per_batch` tokens each, padding included.
-
-    Each token record of a trajectory is a separate sequence whose tokens have the weight of the whole trajectory's. Records
-    are numbered over all trajectories, including those that are not packed.
-    Trajectories without policy tokens do not train and are not packed; `totals` still counts them. With `whole_groups` the
-    trajectories of a prompt are in the same micro-batch.
-    Raises ConfigError if a piece that cannot be cut exceeds the budget.
-    """
-    if not trajectories:
-        return []
-    prompts = _numbered(trajectory.group_key for trajectory in trajectories)
-    policy_tokens = np.array([trajectory.num_policy_tokens for trajectory in trajectories], np.int64)
-    weights = AGGREGATIONS[aggregation](policy_tokens, prompts, totals)
-    owners, trajectories, credits = _by_record(trajectories, credits)
-    prompts, weights = prompts[owners], weights[owners]
-    kept = [
-        i for i, credit in enumerate(credits) if credit is not None and trajectories[i].num_policy_tokens > 0
-    ]
-    lengths = np.array([trajectory.num_tokens for trajectory in trajectories], np.int64)
-    batches = []
-    for part in (
-        _parts(kept, prompts, lengths, max_tokens_per_batch) if whole_groups else filter(None, [kept])
-    ):
-        chosen = [trajectories[i] for i in part]
-        flat = _flatten(
-            chosen,
-            [credits[i] for i in part],
-            weights=weights[part],
-            prompts=prompts[part],
-            records=np.array(part, np.int64),
-        )
-        seen = any(span.images for trajectory in chosen for span in trajectory.spans)
-        shown = load("rl4llm.data.shown:Shown").of(chosen, positions) if seen else None
-        budget = int(flat.lengths.max()) * len(part) if whole_groups else max_tokens_per_batch
-        _check_budget(int(flat.lengths.max()), budget)
-        placed = LAYOUTS[layout](flat, budget).by_batch()
-        batches += [_batch(flat, shown, pieces, pad_token_id) for pieces in placed]
-    return batches
+        Each token record of a trajectory is a separate sequence whose tokens have the weight of the whole trajectory's.
+        Records are numbered over all trajectories, including those that are not packed.
+        Trajectories without policy tokens do not train and are not packed; `totals` still counts them. With `whole_groups`
+        the trajectories of a prompt are in the same micro-batch.
+        """
+        if not trajectories:
+            return []
+        prompts = _numbered(trajectory.group_key for trajectory in trajectories)
+        policy_tokens = np.array([trajectory.num_policy_tokens for trajectory in trajectories], np.int64)
+        weights = AGGREGATIONS[self.aggregation](policy_tokens, prompts, totals)
+        owners, trajectories, credits = _by_record(trajectories, credits)
+        prompts, weights = prompts[owners], weights[owners]
+        lengths = np.array([trajectory.num_tokens for trajectory in trajectories], np.int64)
+        budget = self.budget(np.bincount(prompts, lengths).astype(int) if self.whole_groups else lengths)
+        kept = [
+            i for i, credit in enumerate(credits) if credit is not None and trajectories[i].num_policy_tokens
+        ]
+        batches = []
+        for part in _parts(kept, prompts, lengths, budget) if self.whole_groups else filter(None, [kept]):
+            chosen = [trajectories[i] for i in part]
+            flat = _flatten(
+                chosen,
+                [credits[i] for i in part],
+                weights=weights[part],
+                prompts=prompts[part],
+                records=np.array(part, np.int64),
+            )
+            seen = any(span.images for trajectory in chosen for span in trajectory.spans)
+            shown = load("rl4llm.data.shown:Shown").of(chosen, self.positions) if seen else None
+            room = int(flat.lengths.max()) * len(part) if self.whole_groups else budget
+            placed = LAYOUTS[self.layout](flat, room).by_batch()
+            batches += [_batch(flat, shown, pieces, self.pad_token_id) for pieces in placed]
+        return batches
 
 
 def _by_record(
@@ -153,96 +117,8 @@ def _by_record(
 def _parts(kept: list[int], prompts: Ints, lengths: Ints, budget: int) -> list[list[int]]:
     """Return the trajectories of each micro-batch; those of a prompt stay together."""
     sizes = np.bincount(prompts[kept], weights=lengths[kept], minlength=1).astype(np.int64)
-    _check_budget(int(sizes.max()), budget, what="all trajectories of a prompt together have")
     chosen = first_fit(sizes, budget)[prompts[kept]]
     return [[kept[i] for i in np.flatnonzero(chosen == part)] for part in np.unique(chosen)]
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutSize:
-    """The largest size of a rollout on one rank, in which every trajectory is as long as it may be."""
-
-    prompts: int
-    samples: int
-    roles: int
-    prompt_tokens: int
-    new_tokens: int
-
-    @property
-    def trajectories(self) -> int:
-        """Return the number of trajectories of a rollout."""
-        return self.prompts * self.samples * self.roles
-
-    @property
-    def longest(self) -> int:
-        """Return the tokens of the longest trajectory."""
-        return self.prompt_tokens + self.new_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan(RolloutSize):
-    """How a rollout becomes micro-batches if every trajectory is as long as it may be.
-
-    `tokens` and `sequences` count, for each micro-batch of an optimizer step, the computed tokens with padding, and the
-    sequences.
-    """
-
-    updates: int
-    tokens: tuple[int, ...]
-    sequences: tuple[int, ...]
-
-    def table(self) -> list[dict[str, object]]:
-        """Return the plan as rows of a table."""
-        rows = {
-            "prompts per rollout": self.prompts,
-            "samples per prompt": self.samples,
-            **({"roles that learn": self.roles} if self.roles > 1 else {}),
-            "trajectories per rollout": self.trajectories,
-            "optimizer steps per rollout": self.updates,
-            "longest trajectory (tokens)": self.longest,
-            "micro-batches per optimizer step, at most": len(self.tokens),
-            "tokens per micro-batch, at most": max(self.tokens),
-            "tokens computed per optimizer step, at most": sum(self.tokens),
-        }
-        return [{"what": what, "value": value} for what, value in rows.items()]
-
-
-def plan_batches(
-    *,
-    prompts: int,
-    samples: int,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    max_tokens_per_batch: int,
-    layout: str,
-    updates: int = 1,
-    roles: int = 1,
-) -> BatchPlan:
-    """Return how prompts x samples x roles become micro-batches if every trajectory is as long as it may be.
-
-    Raises ConfigError if a trajectory would exceed `max_tokens_per_batch`.
-    """
-    longest = max_prompt_tokens + max_new_tokens
-    _check_budget(longest, max_tokens_per_batch)
-    groups = math.ceil(prompts * roles / updates)
-    lengths = np.full(groups * samples, longest, np.int64)
-    owners = np.repeat(np.arange(groups), samples)
-    pieces = LAYOUTS[layout](
-        Lengths(lengths, np.full_like(lengths, max_prompt_tokens), owners), max_tokens_per_batch
-    )
-    batches = pieces.by_batch()
-    return BatchPlan(
-        prompts,
-        samples,
-        roles,
-        max_prompt_tokens,
-        max_new_tokens,
-        updates=updates,
-        tokens=tuple(int(piece.length.sum()) for piece in batches),
-        sequences=tuple(
-            int(((piece.previous != NEVER) | (piece.length == longest)).sum()) for piece in batches
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,14 +226,6 @@ def _batch(flat: _Flat, shown: Any, pieces: Pieces, pad_token_id: int) -> TrainB
         feature_ids_BT=spread(numbers, NEVER) if images and numbers is not None else None,
         images=images,
     )
-
-
-def _check_budget(longest: int, budget: int, what: str = "a trajectory has") -> None:
-    if longest > budget:
-        raise ConfigError(
-            f"training.max_tokens_per_batch={budget} is too small: {what} {longest} tokens and cannot be cut. "
-            f"Set it to {longest} or more, or shorten rollout.max_tokens, the number of turns or the prompts."
-        )
 
 
 def filler(pad_token_id: int) -> TrainBatch:

@@ -28,8 +28,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose.setup import Machine, set_up_torch
 from rl4llm.config import load_config
 from rl4llm.core.types import SamplingParams, TokenSpan, TrainBatch, Trajectory
-from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
+from rl4llm.data.pack import Batching
 from rl4llm.inference.embedded.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -186,9 +185,8 @@ def trajectory(
 
 def packed(trajectories: list[Trajectory]) -> TrainBatch:
     """Return one batch with all of them."""
-    options: dict[str, Any] = {"layout": "shared", "aggregation": "token", "totals": totals_of(trajectories)}
-    options |= {"max_tokens_per_batch": 1 << 24, "pad_token_id": 0}
-    (batch,) = pack(trajectories, [1.0] * len(trajectories), **options)
+    batching = Batching(max_tokens_per_batch=1 << 24)
+    (batch,) = batching.pack(trajectories, [1.0] * len(trajectories), batching.totals(trajectories))
     return batch
 
 

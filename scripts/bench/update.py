@@ -43,8 +43,7 @@ from torch.profiler import ProfilerActivity, profile
 from rl4llm.backends.models import load_model as as_trained
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.types import TokenSpan, Trajectory
-from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
+from rl4llm.data.pack import Batching
 from rl4llm.runtime.cpu import keep_freed_memory, use_fast_linear
 
 SAMPLES, NEW_TOKENS, ROWS = 8, 64, 32
@@ -82,12 +81,10 @@ def our_side(args: argparse.Namespace) -> Callable[[], None]:
     credits = [1.0, -1.0] * (len(given) // 2)
     backend = TorchBackend(model, lr=1e-6, autocast=args.autocast)
 
+    batching = Batching(args.layout, max_tokens_per_batch=args.max_tokens)
+
     def step() -> None:
-        batches = pack(
-            given, credits, max_tokens_per_batch=args.max_tokens, layout=args.layout, aggregation="token",
-            totals=totals_of(given), pad_token_id=0,
-        )  # fmt: skip
-        for batch in batches:
+        for batch in batching.pack(given, credits, batching.totals(given)):
             backend.forward_backward(batch, losses)
         backend.optim_step()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from packed import pack
 from torch import Tensor
 
 from rl4llm.algorithms import ALGORITHMS
@@ -26,7 +27,6 @@ from rl4llm.backends.heads import OutputLayer, logprobs_of_logits, selected_logp
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
 from rl4llm.data.aggregation import AGGREGATIONS, StepTotals, totals_of
-from rl4llm.data.pack import pack
 from rl4llm.rewards.overlong import OverlongPenalty
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "open.json").read_text())

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from invariance import TableBackend, groups, look_up, sampled_table, table
+from packed import pack
 from torch import Tensor
 
 from rl4llm.algorithms import (
@@ -32,7 +33,7 @@ from rl4llm.algorithms import (
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.types import Group, TrainBatch, Trajectory
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import Batching, pack
+from rl4llm.data.pack import Batching
 from rl4llm.trainers.prepare import Preparation
 
 GROUPS = groups(seed=3)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from invariance import ARRANGEMENTS, BASE, Arrangement, groups, invariance_error, outcome
+from packed import pack
 from recipes import RECIPES, SHARED, TURNS
 from sweeps import sampled
 
@@ -14,7 +15,7 @@ from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.types import Group, TokenSpan
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import Batching, pack
+from rl4llm.data.pack import Batching
 from rl4llm.trainers.prepare import Preparation
 
 CASES = [

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed import pack
 
 from rl4llm.algorithms import DPO, KTO, SFT, OnlineDPO, RewardModel
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "open.json").read_text())
 KINDS = ("dpo", "rm", "sft")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from packed import pack
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rl4llm.backends import varlen
@@ -11,7 +12,6 @@ from rl4llm.backends.varlen import plain_varlen
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TokenSpan, Trajectory
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
 
 
 def trajectory(prompt_id, *spans):

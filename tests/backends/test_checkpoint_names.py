@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from packed import pack
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES
 from transformers.core_model_loading import Chunk, WeightConverter
@@ -16,7 +17,6 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TensorSpec
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = {

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from packed import pack
 from rank_processes import RankProcesses
 from sweeps import sampled
 
@@ -12,7 +13,6 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose.models import BACKENDS
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
 
 without_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,

@@ -6,6 +6,7 @@ import json
 import peft
 import pytest
 import torch
+from packed import pack
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
 from rl4llm.core.types import TensorSpec
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed import pack
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,7 +20,6 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
 from rl4llm.core.types import TensorSpec
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
 from rl4llm.runtime.ranks import Ranks, part, whole
 
 SHARDS = ["ddp", "fsdp2"]

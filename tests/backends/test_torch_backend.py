@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from packed import pack
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,6 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.types import TokenSpan, Trajectory
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from packed import pack
 from vision_families import BOTH_WAYS, FAMILIES, GRIDS, change
 from vision_models import picture, plain_logprobs, seeing_model, vision_of, whole_model
 
@@ -16,7 +17,6 @@ from rl4llm.core.images import tower_of
 from rl4llm.core.types import TokenSpan, images_of
 from rl4llm.data.aggregation import totals_of
 from rl4llm.data.layouts import LAYOUTS
-from rl4llm.data.pack import pack
 
 
 def packed(trajectories, vision, layout="shared", size=10_000):

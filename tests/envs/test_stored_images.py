@@ -10,6 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from packed import pack
 from vision_models import seeing_model, vision_directories, vision_of  # noqa: F401 - fixture
 
 from rl4llm import BaseMDPEnv, BaseRewardFunction, ChatMessage
@@ -18,7 +19,6 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.images import Picture
 from rl4llm.core.types import SamplingParams, WeightRef, images_of
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
 from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.stored import dump, take_over
 from rl4llm.envs.stream import play_together

@@ -4,13 +4,14 @@ import json
 import shutil
 
 import pytest
+from packed import pack
 from transformers import AutoTokenizer
 
 from rl4llm import GRPOTrainer
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, TemplateError
 from rl4llm.core.types import ChatMessage, SamplingParams
-from rl4llm.data.pack import pack, totals_of
+from rl4llm.data.pack import totals_of
 from rl4llm.data.render import Renderer
 from rl4llm.data.template import decode
 from rl4llm.envs.rollout import Rollout

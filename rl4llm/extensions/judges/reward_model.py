@@ -14,10 +14,9 @@ from rl4llm.core.base_env import SampleState
 from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import DataError, ModelError, TemplateError
 from rl4llm.core.types import ChatMessage, Trajectory
-from rl4llm.data.aggregation import totals_of
 from rl4llm.data.demonstrations import demonstration, valued_at_the_end
 from rl4llm.data.lengths import context_limits
-from rl4llm.data.pack import pack
+from rl4llm.data.pack import Batching
 from rl4llm.data.render import Renderer
 from rl4llm.rewards import RewardFailure
 
@@ -102,17 +101,9 @@ class LearnedReward(BaseBatchReward):
         values = torch.zeros(len(trajectories))
         if not trajectories:
             return []
-        batches = pack(
-            trajectories,
-            [
-                float(number) for number in range(len(trajectories))
-            ],  # in the place of a credit: whose token it is
-            max_tokens_per_batch=max(self._max_tokens_per_batch, *(item.num_tokens for item in trajectories)),
-            layout="shared",
-            aggregation="token",
-            totals=totals_of(trajectories),
-            pad_token_id=self._pad_token_id,
-        )
+        owners = [float(number) for number in range(len(trajectories))]  # in the place of credits
+        batching = Batching(pad_token_id=self._pad_token_id, max_tokens_per_batch=self._max_tokens_per_batch)
+        batches = batching.pack(trajectories, owners, batching.totals(trajectories))
         for batch in batches:
             owners_N = batch.credits_BT[batch.mask_BT].long()
             values[owners_N] = self._backend.forward(batch).cpu()[batch.mask_BT]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from packed import pack
 from rank_processes import RankProcesses
 from safetensors.torch import load_file, save_file
 from sweeps import sampled
@@ -22,7 +23,6 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, RL4LLMError
 from rl4llm.core.types import TensorSpec
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
 from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend, _join_alone
 from rl4llm.extensions.deepspeed.zero_optimizer import NoOptimizer
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from packed import pack
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.core.types import Group, TokenSpan, Trajectory
 from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import pack
 from rl4llm.extensions.trl import GRPOConfig
 from rl4llm.extensions.trl.script import Script
 

@@ -38,7 +38,7 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TrainBatch, Trajectory, images_of
 from rl4llm.data.answers import ANSWER_COLUMNS
-from rl4llm.data.pack import RolloutSize
+from rl4llm.data.plan import RolloutSize
 from rl4llm.data.render import Renderer
 
 LOOKED_AT = 256

@@ -1,0 +1,102 @@
+"""Plan the micro-batches of a rollout before a run, as if every trajectory were as long as it may be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.data.layouts import LAYOUTS, NEVER, Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSize:
+    """The largest size of a rollout on one rank, in which every trajectory is as long as it may be."""
+
+    prompts: int
+    samples: int
+    roles: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def trajectories(self) -> int:
+        """Return the number of trajectories of a rollout."""
+        return self.prompts * self.samples * self.roles
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest trajectory."""
+        return self.prompt_tokens + self.new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan(RolloutSize):
+    """How a rollout becomes micro-batches if every trajectory is as long as it may be.
+
+    `tokens` and `sequences` count, for each micro-batch of an optimizer step, the computed tokens with padding, and the
+    sequences.
+    """
+
+    updates: int
+    tokens: tuple[int, ...]
+    sequences: tuple[int, ...]
+
+    def table(self) -> list[dict[str, object]]:
+        """Return the plan as rows of a table."""
+        rows = {
+            "prompts per rollout": self.prompts,
+            "samples per prompt": self.samples,
+            **({"roles that learn": self.roles} if self.roles > 1 else {}),
+            "trajectories per rollout": self.trajectories,
+            "optimizer steps per rollout": self.updates,
+            "longest trajectory (tokens)": self.longest,
+            "micro-batches per optimizer step, at most": len(self.tokens),
+            "tokens per micro-batch, at most": max(self.tokens),
+            "tokens computed per optimizer step, at most": sum(self.tokens),
+        }
+        return [{"what": what, "value": value} for what, value in rows.items()]
+
+
+def plan_batches(
+    *,
+    prompts: int,
+    samples: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    max_tokens_per_batch: int,
+    layout: str,
+    updates: int = 1,
+    roles: int = 1,
+) -> BatchPlan:
+    """Return how prompts x samples x roles become micro-batches if every trajectory is as long as it may be.
+
+    Raises ConfigError if a trajectory would exceed `max_tokens_per_batch`.
+    """
+    longest = max_prompt_tokens + max_new_tokens
+    if longest > max_tokens_per_batch:
+        raise ConfigError(
+            f"training.max_tokens_per_batch={max_tokens_per_batch} is too small: a trajectory has {longest} tokens and "
+            f"cannot be cut. Set it to {longest} or more, or shorten rollout.max_tokens, the number of turns or the prompts."
+        )
+    groups = math.ceil(prompts * roles / updates)
+    lengths = np.full(groups * samples, longest, np.int64)
+    owners = np.repeat(np.arange(groups), samples)
+    pieces = LAYOUTS[layout](
+        Lengths(lengths, np.full_like(lengths, max_prompt_tokens), owners), max_tokens_per_batch
+    )
+    batches = pieces.by_batch()
+    return BatchPlan(
+        prompts,
+        samples,
+        roles,
+        max_prompt_tokens,
+        max_new_tokens,
+        updates=updates,
+        tokens=tuple(int(piece.length.sum()) for piece in batches),
+        sequences=tuple(
+            int(((piece.previous != NEVER) | (piece.length == longest)).sum()) for piece in batches
+        ),
+    )

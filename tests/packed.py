@@ -1,0 +1,8 @@
+"""Pack trajectories as a trainer does, with the totals given."""
+
+from rl4llm.data.pack import Batching
+
+
+def pack(trajectories, credits, *, totals, **options):
+    options.setdefault("constant_length", totals.constant_length)
+    return Batching(**options).pack(trajectories, credits, totals)
