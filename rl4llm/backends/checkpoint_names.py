@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl4llm.backends.vision_language import whole_checkpoint
+from rl4llm.backends.model_files import whole_checkpoint
 from rl4llm.core.errors import ModelError
 from rl4llm.core.images import IMAGE_SIDE
 from rl4llm.core.types import TensorSpec

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from rl4llm.backends.heads import ValueHead
-from rl4llm.backends.model_files import model_directory
+from rl4llm.backends.model_files import is_classifier, model_directory
 from rl4llm.backends.models import hub_options
-from rl4llm.backends.vision_language import WholeCheckpoint, is_classifier
+from rl4llm.backends.vision_language import WholeCheckpoint
 from rl4llm.core.errors import ConfigError, ModelError
 from rl4llm.core.types import TensorSpec
 

@@ -14,8 +14,7 @@ import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rl4llm.backends.model_files import refuse_adapted
-from rl4llm.backends.vision_language import whole_checkpoint
+from rl4llm.backends.model_files import refuse_adapted, whole_checkpoint
 from rl4llm.core.base_backend import BaseAdapter, BaseBackend
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TensorSpec, TrainBatch

@@ -19,10 +19,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.heads import ValueHead
+from rl4llm.backends.model_files import WEIGHTS as MODEL
+from rl4llm.backends.model_files import whole_checkpoint
 from rl4llm.backends.runner import ModelRunner, TokenNumbers
 from rl4llm.backends.source_form import SourceForm, save_pretrained
-from rl4llm.backends.vision_language import WEIGHTS as MODEL
-from rl4llm.backends.vision_language import whole_checkpoint
 from rl4llm.core.base_backend import ADAPTER_WEIGHTS, AUTOCAST, BaseBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, WeightsError, unknown
 from rl4llm.core.model_memory import FP32, ModelShape, Precision

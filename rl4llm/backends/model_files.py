@@ -1,19 +1,26 @@
-"""What a model directory must be before anything of it is loaded: whole safetensors of a plain model, and no adapter."""
+"""What a model directory must be before anything of it is loaded: its kind, and whole safetensors of a plain model."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
-from rl4llm.backends.vision_language import INDEX, WEIGHTS
 from rl4llm.core.errors import ModelError
+from rl4llm.core.registry import load
 
+if TYPE_CHECKING:
+    from rl4llm.backends.vision_language import WholeCheckpoint
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ATTRIBUTE = "_rl4llm_whole_checkpoint"
 ADAPTER = "adapter_config.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 ANOTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration|SequenceClassification)[A-Z]\w*$")
@@ -149,3 +156,54 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{file} holds a {type(value).__name__}, not an object. {AGAIN}")
     return value
+
+
+def is_around_text(config: PretrainedConfig) -> bool:
+    """Return whether a config is of several models, one of them a causal language model.
+
+    Raise ModelError for a config that is of no causal language model.
+    """
+    text, known = config.get_text_config(), AutoModelForCausalLM._model_mapping
+    if text is config:
+        return False
+    if type(text) in known or load("rl4llm.backends.vision_language:register_text_part")(type(text)):
+        return True
+    if type(config) in known:
+        return False
+    classes = ", ".join(config.architectures or ()) or type(config).__name__
+    raise ModelError(
+        f"{classes} cannot train: transformers has no causal language model for its text part ({text.model_type}). "
+        "Use a checkpoint of a text model, or of a model whose text part has such a class, as Qwen3.5 and Gemma have."
+    )
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Return whether a config describes a model with a score in the place of an output layer."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def is_scored(path: str, config: PretrainedConfig, values: bool) -> bool:
+    """Return whether a directory holds a classifier; raise ModelError for one where no `values` are wanted."""
+    scored = is_classifier(config)
+    if scored and not values:
+        raise ModelError(
+            f"model.path={path!r} is a reward model ({', '.join(config.architectures or ())}), which cannot generate. Use "
+            "it as the reward `reward_model`, as a critic, or with algorithm.name=reward_model."
+        )
+    return scored
+
+
+def whole_checkpoint(model: PreTrainedModel) -> WholeCheckpoint | None:
+    """Return the checkpoint that a text model is a part of, if it is one."""
+    return getattr(model, ATTRIBUTE, None)
+
+
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """Switch off the warnings of transformers, which would list each tensor that is left in the files."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

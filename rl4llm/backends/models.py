@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -29,25 +29,26 @@ from transformers.utils import logging
 from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.model_files import (
     AGAIN,
+    ATTRIBUTE,
     adapter_message,
     check_directory,
     check_kind,
     check_model_path,
     check_weights,
-    model_directory,
-)
-from rl4llm.backends.vision_language import (
-    ATTRIBUTE,
-    WholeCheckpoint,
     is_around_text,
     is_scored,
+    model_directory,
     without_reports,
 )
 from rl4llm.core.errors import ModelError, unknown
+from rl4llm.core.registry import load
 from rl4llm.core.types import TensorSpec
 from rl4llm.runtime.cpu import use_fast_linear, use_fast_norms
 from rl4llm.runtime.hub import hub_answers
 from rl4llm.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from rl4llm.backends.vision_language import WholeCheckpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -335,7 +336,9 @@ def check_finite(model: nn.Module, name: str) -> None:
 def _configs(path: str) -> tuple[PretrainedConfig, WholeCheckpoint | None]:
     """The config of a model and, where a text model is only a part of it, its whole checkpoint."""
     config = AutoConfig.from_pretrained(path, **hub_options(path))
-    whole = WholeCheckpoint(path, config, **hub_options(path)) if is_around_text(config) else None
+    whole: WholeCheckpoint | None = None
+    if is_around_text(config):
+        whole = load("rl4llm.backends.vision_language:WholeCheckpoint")(path, config, **hub_options(path))
     check_kind(path, config if whole is None else whole.text_config)
     return config, whole
 

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
+from rl4llm.backends.model_files import whole_checkpoint
 from rl4llm.backends.models import stored_tokenizer, without_progress_bars
-from rl4llm.backends.vision_language import whole_checkpoint
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENS, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"

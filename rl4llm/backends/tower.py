@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl4llm.backends.model_files import check_model_path
+from rl4llm.backends.model_files import check_model_path, whole_checkpoint, without_reports
 from rl4llm.backends.models import UNREADABLE, check_finite, hub_options, without_progress_bars
 from rl4llm.backends.runner import nothing_of
-from rl4llm.backends.vision_language import whole_checkpoint, without_reports
 from rl4llm.core.errors import ModelError
 from rl4llm.core.images import IMAGE_SIDE, TOWER, Image
 from rl4llm.data.vision import Vision

@@ -11,26 +11,23 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.hub import cached_file
 
+from rl4llm.backends.model_files import INDEX, WEIGHTS
 from rl4llm.core.errors import ModelError
-from rl4llm.core.registry import load
 from rl4llm.core.types import TensorSpec
 from rl4llm.runs.tensor_file import DTYPES
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-ATTRIBUTE = "_rl4llm_whole_checkpoint"
 
 
 class WholeCheckpoint:
@@ -148,57 +145,6 @@ class WholeCheckpoint:
         return None if found is None else Path(found)
 
 
-def is_around_text(config: PretrainedConfig) -> bool:
-    """Return whether a config is of several models, one of them a causal language model.
-
-    Raise ModelError for a config that is of no causal language model.
-    """
-    text, known = config.get_text_config(), AutoModelForCausalLM._model_mapping
-    if text is config:
-        return False
-    if type(text) in known or load("rl4llm.backends.text_part:register_text_part")(type(text)):
-        return True
-    if type(config) in known:
-        return False
-    classes = ", ".join(config.architectures or ()) or type(config).__name__
-    raise ModelError(
-        f"{classes} cannot train: transformers has no causal language model for its text part ({text.model_type}). "
-        "Use a checkpoint of a text model, or of a model whose text part has such a class, as Qwen3.5 and Gemma have."
-    )
-
-
-def is_classifier(config: PretrainedConfig) -> bool:
-    """Return whether a config describes a model with a score in the place of an output layer."""
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
-
-
-def is_scored(path: str, config: PretrainedConfig, values: bool) -> bool:
-    """Return whether a directory holds a classifier; raise ModelError for one where no `values` are wanted."""
-    scored = is_classifier(config)
-    if scored and not values:
-        raise ModelError(
-            f"model.path={path!r} is a reward model ({', '.join(config.architectures or ())}), which cannot generate. Use "
-            "it as the reward `reward_model`, as a critic, or with algorithm.name=reward_model."
-        )
-    return scored
-
-
-def whole_checkpoint(model: PreTrainedModel) -> WholeCheckpoint | None:
-    """Return the checkpoint that a text model is a part of, if it is one."""
-    return getattr(model, ATTRIBUTE, None)
-
-
-@contextmanager
-def without_reports() -> Iterator[None]:
-    """Switch off the warnings of transformers, which would list each tensor that is left in the files."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-
-
 def _spec(name: str, tensors: Any) -> TensorSpec:
     part = tensors.get_slice(name)
     dtypes = {short: dtype for dtype, short in DTYPES.items()}
@@ -207,3 +153,61 @@ def _spec(name: str, tensors: Any) -> TensorSpec:
             f"{name} has the dtype {part.get_dtype()}, which cannot be published. Accepted: {', '.join(dtypes)}."
         )
     return TensorSpec(name, tuple(part.get_shape()), dtypes[part.get_dtype()])
+
+
+FAMILIES = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
+"""Text parts for which transformers has no causal class.
+
+They end as every causal language model does: a linear layer without bias over the last hidden states, tied to the embedding
+or not. Their vision-language classes show this; other families are not assumed to be so.
+"""
+
+
+class TextPart:
+    """What such a class adds to the base class of its family."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _text_class: type[PreTrainedModel]
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self._text_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        logits_to_keep: int = 0,
+        **options: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return the logits of the last `logits_to_keep` tokens, 0 for all; `options` are those of the text model."""
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **options,
+        )
+        logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
+
+
+@cache
+def register_text_part(kind: type[PretrainedConfig]) -> bool:
+    """Make transformers' AutoModelForCausalLM know the text part with this config; return whether it is such a part."""
+    if kind.model_type not in FAMILIES:
+        return False
+    text = AutoModel._model_mapping[kind]
+    base = next(one for one in text.__mro__[1:] if issubclass(one, PreTrainedModel))
+    name = text.__name__.removesuffix("Model") + "ForCausalLM"
+    made: Any = type(
+        name,
+        (TextPart, base, GenerationMixin),
+        {"config_class": kind, "_text_class": text, "__module__": __name__, "base_model_prefix": "model"},
+    )
+    AutoModelForCausalLM.register(kind, made, exist_ok=True)  # which it wants for its own configs
+    return True
