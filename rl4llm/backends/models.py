@@ -62,7 +62,6 @@ def load_model(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "auto",
     gradient_checkpointing: bool = False,
-    attn_implementation: str | None = None,
     shared_by: Ranks | None = None,
     *,
     values: bool = False,
@@ -83,11 +82,9 @@ def load_model(
         model = path_or_model.to(dtype)
         check_finite(model, model.name_or_path or type(model).__name__)
     elif shared_by is None:
-        model = _from_files(path_or_model, dtype, attn_implementation, values)
+        model = _from_files(path_or_model, dtype, values)
     else:
-        model = _from_first(
-            str(model_directory(path_or_model)), dtype, attn_implementation, values, shared_by
-        )
+        model = _from_first(str(model_directory(path_or_model)), dtype, values, shared_by)
     without_dropout(model)
     model.to(torch.device(device if shared_by is None else "cpu")).eval()
     if torch.device(device).type == "cpu":
@@ -117,9 +114,7 @@ def _checkpoint(model: PreTrainedModel) -> None:
         module.training = True
 
 
-def empty_model(
-    path: str | Path, dtype: str | torch.dtype = "float32", attn_implementation: str | None = None
-) -> PreTrainedModel:
+def empty_model(path: str | Path, dtype: str | torch.dtype = "float32") -> PreTrainedModel:
     """Return a model's architecture on the meta device from its config alone: names, shapes and dtypes, but no numbers.
 
     Raise ModelError when the config cannot be read.
@@ -129,9 +124,7 @@ def empty_model(
         config, whole = _configs(path)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                whole.text_config if whole else config,
-                dtype=_dtype(dtype),
-                attn_implementation=attn_implementation,
+                whole.text_config if whole else config, dtype=_dtype(dtype)
             )
     except UNREADABLE as error:
         raise ModelError(_unreadable("config of the model", path, error)) from error
@@ -284,9 +277,7 @@ def _is_dropout(attribute: str, value: Any) -> bool:
     return isinstance(value, float) and value > 0 and attribute.endswith(("dropout", "pdrop"))
 
 
-def _from_files(
-    path: str | Path, dtype: torch.dtype, attn_implementation: str | None, values: bool
-) -> PreTrainedModel:
+def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTrainedModel:
     path = check_model_path(path)
     check_weights(path)
     try:
@@ -297,7 +288,6 @@ def _from_files(
                 path,
                 config=whole.text_config if whole else config,
                 dtype=dtype,
-                attn_implementation=attn_implementation,
                 output_loading_info=True,
                 key_mapping=whole.key_mapping() if whole else None,
                 use_safetensors=True,
@@ -343,21 +333,19 @@ def _configs(path: str) -> tuple[PretrainedConfig, WholeCheckpoint | None]:
     return config, whole
 
 
-def _from_first(
-    path: str, dtype: torch.dtype, attn_implementation: str | None, values: bool, ranks: Ranks
-) -> PreTrainedModel:
+def _from_first(path: str, dtype: torch.dtype, values: bool, ranks: Ranks) -> PreTrainedModel:
     """The model on the first rank; on the others the same with its norms, biases and buffers, but not its matrices."""
     reader = partial(_from_files, values=values) if ranks.is_first else _hollow
     otherwise = ModelError(f"Another rank could not load model.path={path!r}; its own message says why.")
-    model = ranks.agree(partial(reader, path, dtype, attn_implementation), (ModelError,), otherwise)
+    model = ranks.agree(partial(reader, path, dtype), (ModelError,), otherwise)
     for tensor in (*model.buffers(), *(item for item in model.parameters() if item.dim() < 2)):
         ranks.spread(tensor)
     return model
 
 
-def _hollow(path: str, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
+def _hollow(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """A model whose memory nothing was written to."""
-    model = empty_model(path, dtype, attn_implementation).to_empty(device="cpu")
+    model = empty_model(path, dtype).to_empty(device="cpu")
     model.tie_weights()
     setattr(model, ATTRIBUTE, _configs(path)[1])  # the first rank writes what this one helps to make whole
     return model
