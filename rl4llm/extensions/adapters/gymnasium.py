@@ -5,6 +5,7 @@ rl4llm train configs/gymnasium_grpo.yaml env.task=FrozenLake-v1
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,6 @@ from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.schema import accepted_options, takes_any
 from rl4llm.core.types import ChatMessage
-from rl4llm.extensions.adapters.gymnasium_rules import in_words, rules_of
 from rl4llm.extensions.adapters.step_rewards import StepsEnv, note_reward
 from rl4llm.runtime.seeds import derive_seed
 
@@ -192,3 +192,51 @@ def _shown(env: Any, observation: Any) -> str:
 def _marked(rendered: str) -> str:
     """Replace the colours of a text rendering by brackets."""
     return re.sub(r"\x1b\[[0-9;]+m(.)\x1b\[0m", r"[\1]", rendered)
+
+
+HEADING = re.compile(r"^ *#+ +(.+?) *$", re.MULTILINE)
+SECTIONS = ("description", "rules", "action space", "observation space", "reward", "rewards", "episode end")
+ARGUMENTS = re.compile(r"^(Args|Arguments|Parameters|Attributes)\b:?", re.MULTILINE)
+LEGEND = re.compile(r"^ *- \"\S+\" .*$", re.MULTILINE)  # what the letters of a map mean
+TAG = re.compile(r"<[^>]+>")
+
+
+def rules_of(env: Any, *, named: bool, shown: bool) -> str:
+    """Return ``metadata["rules"]`` of an environment, otherwise what its docstring says for a player.
+
+    Leaves out the actions if they are `named`, and the observations if a text rendering of them is `shown`; the legend
+    of the rendering is kept. Observations that the docstring does not explain are described by their space.
+    """
+    rules = str(env.metadata.get("rules") or _documented(type(env.unwrapped).__doc__ or "", named, shown))
+    space = type(env.observation_space).__name__
+    if not shown and space != "Text" and "observation" not in rules.lower():
+        rules = f"{rules}\n\nAn observation is {in_words(env.observation_space)}."
+    return rules.strip()
+
+
+def in_words(space: Any) -> str:
+    """Describe a space of Gymnasium; one of another kind is printed as Gymnasium prints it."""
+    kind = type(space).__name__
+    if kind == "Discrete":
+        return f"a whole number from {space.start} to {space.start + space.n - 1}"
+    if kind == "Text":
+        return f"a text of {space.min_length} to {space.max_length} characters"
+    if kind == "Tuple":
+        return f"({', '.join(in_words(part) for part in space.spaces)})"
+    if kind == "Dict":
+        return ", ".join(f"{name!r}: {in_words(part)}" for name, part in space.spaces.items())
+    return str(space)
+
+
+def _documented(docstring: str, named: bool, shown: bool) -> str:
+    text = TAG.sub("", inspect.cleandoc(docstring))
+    first, *rest = HEADING.split(text)
+    hidden = {"action space": named, "observation space": shown}
+    kept: Sequence[str] = [
+        f"{title}:\n{inspect.cleandoc(body)}"
+        for title, body in zip(rest[::2], rest[1::2], strict=True)
+        if title.lower() in SECTIONS and not hidden.get(title.lower(), False)
+    ]
+    first = ARGUMENTS.split(first)[0].strip()
+    legend = "\n".join(line.strip() for line in LEGEND.findall(text)) if shown else ""
+    return "\n\n".join(filter(None, (first, *kept, legend and f"The map:\n{legend}")))
