@@ -4,5 +4,4 @@ from rl4llm.data.pack import Batching
 
 
 def pack(trajectories, credits, *, totals, **options):
-    options.setdefault("constant_length", totals.constant_length)
     return Batching(**options).pack(trajectories, credits, totals)

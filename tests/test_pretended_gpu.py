@@ -142,7 +142,7 @@ def update_kernels(varlen):
         spans = TokenSpan.context(prompt(number)), TokenSpan(answer, "policy", (-1.0,) * len(answer), 0)
         group.append(Trajectory(f"p{number}", spans, (), {}, 0.0, "stop"))
     batching = Batching()
-    [batch] = batching.pack(group, [1.0, -0.5] * 4, batching.totals(group))
+    [batch] = batching.pack(group, [1.0, -0.5] * 4)
     for _ in range(2):  # the first time, the backend proves its kernels
         with counted() as tally:
             backend.forward_backward(

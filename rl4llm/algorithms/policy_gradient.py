@@ -52,7 +52,7 @@ class PolicyGradient(BaseAlgorithm):
             the first update.
         correction, correction_low, correction_high: weights for engines that disagree with the trainer, see
             `rl4llm.algorithms.correction`; they need recomputed old log-probs (decoupled PPO, Hilton et al. 2022).
-        aggregation: "token", "sequence", "prompt" or "constant", see `rl4llm.data.aggregation`.
+        aggregation: "token", "sequence", "prompt" or "constant", see `rl4llm.data.pack`.
     """
 
     scale_rewards: ScaleRewards = "group"

@@ -76,7 +76,7 @@ class Needs:
 class BaseAlgorithm(ABC):
     """Pure maths on tensors. Subclasses are dataclasses whose fields are the algorithm's options.
 
-    `aggregation` names how token losses are summed, see `rl4llm.data.aggregation`. Among a batch's token metrics, a
+    `aggregation` names how token losses are summed, see `rl4llm.data.pack`. Among a batch's token metrics, a
     name that ends in "/max" is reported as the maximum over the policy's tokens; one that ends in "/weighted" is
     summed with the weights of the loss, which makes a mean over trajectories where the loss is one, and loses that
     ending; every other is their mean.

@@ -1,4 +1,4 @@
-"""Pack trajectories into batches: `aggregation` weighs each token, `layouts` places it (sequence packing).
+"""Pack trajectories into batches: a loss aggregation weighs each token, and `layouts` places it (sequence packing).
 
 No loop runs over tokens: they are flattened once, and a layout only places runs of them.
 """
@@ -8,23 +8,42 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.images import ImagePlace
-from rl4llm.core.registry import load
+from rl4llm.core.registry import Registry, load
 from rl4llm.core.types import TrainBatch, Trajectory
-from rl4llm.data.aggregation import AGGREGATIONS, Floats, Ints, StepTotals, check_aggregation, totals_of
 from rl4llm.data.layouts import LAYOUTS, NEVER, Lengths, Pieces, first_fit
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Credit = float | Sequence[float] | None
 """The credit of a trajectory, or of each of its turns; None counts in every total, but does not train."""
 
 Positions = Callable[[int, Sequence[ImagePlace]], Ints]  # of a sequence and its images: (length, axes)
+
+
+class StepTotals(NamedTuple):
+    """The policy tokens, trajectories and prompts that one optimizer step trains on, over all micro-batches and ranks.
+
+    A prompt counts once per group, that is once per draw and per role.
+    """
+
+    tokens: int
+    sequences: int
+    prompts: int = 1
+
+
+def totals_of(trajectories: Sequence[Trajectory]) -> StepTotals:
+    """Return the totals of one optimizer step on this rank; add those of other ranks before packing."""
+    tokens = sum(trajectory.num_policy_tokens for trajectory in trajectories)
+    return StepTotals(tokens, len(trajectories), len({trajectory.group_key for trajectory in trajectories}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +67,22 @@ class Batching:
     positions: Positions | None = None
 
     def __post_init__(self) -> None:
-        check_aggregation(self.aggregation, self.constant_length)
-
-    def totals(self, trajectories: Sequence[Trajectory]) -> StepTotals:
-        """Return what an optimizer step trains on, counted before any trajectory is left out."""
-        return totals_of(trajectories, constant_length=self.constant_length)
+        one = np.ones(
+            1, np.int64
+        )  # refuses an unknown aggregation, and "constant" without a length to divide by
+        AGGREGATIONS[self.aggregation](one, one, StepTotals(1, 1), self.constant_length)
 
     def budget(self, lengths: Iterable[int]) -> int:
         """Return the tokens of a micro-batch for pieces of these lengths, which cannot be cut."""
         return max(self.max_tokens_per_batch or self.usual_tokens_per_batch, *lengths)
 
     def pack(
-        self, trajectories: Sequence[Trajectory], credits: Sequence[Credit], totals: StepTotals
+        self,
+        trajectories: Sequence[Trajectory],
+        credits: Sequence[Credit],
+        totals: StepTotals | None = None,
     ) -> list[TrainBatch]:
-        """Return the micro-batches of one optimizer step.
+        """Return the micro-batches of one optimizer step; by default these trajectories are all of it.
 
         Each token record of a trajectory is a separate sequence whose tokens have the weight of the whole trajectory's.
         Records are numbered over all trajectories, including those that are not packed.
@@ -72,7 +93,8 @@ class Batching:
             return []
         prompts = _numbered(trajectory.group_key for trajectory in trajectories)
         policy_tokens = np.array([trajectory.num_policy_tokens for trajectory in trajectories], np.int64)
-        weights = AGGREGATIONS[self.aggregation](policy_tokens, prompts, totals)
+        totals = totals or totals_of(trajectories)
+        weights = AGGREGATIONS[self.aggregation](policy_tokens, prompts, totals, self.constant_length)
         owners, trajectories, credits = _by_record(trajectories, credits)
         prompts, weights = prompts[owners], weights[owners]
         lengths = np.array([trajectory.num_tokens for trajectory in trajectories], np.int64)
@@ -96,6 +118,40 @@ class Batching:
             placed = LAYOUTS[self.layout](flat, room).by_batch()
             batches += [_batch(flat, shown, pieces, self.pad_token_id) for pieces in placed]
         return batches
+
+
+AGGREGATIONS: Registry[Callable[[Ints, Ints, StepTotals, int], Floats]] = Registry("algorithm.aggregation")
+"""Loss aggregations: (policy tokens and prompt number of each trajectory, totals of the step, training.constant_length) ->
+weight of one token of each trajectory in the loss."""
+
+
+@AGGREGATIONS.register("token")
+def _each_token_alike(policy_tokens: Ints, prompts: Ints, totals: StepTotals, length: int) -> Floats:
+    """The mean over all tokens of the step. Yu et al. 2025 (DAPO), section 3.3."""
+    return np.full(len(policy_tokens), 1 / max(totals.tokens, 1))
+
+
+@AGGREGATIONS.register("sequence")
+def _each_trajectory_alike(policy_tokens: Ints, prompts: Ints, totals: StepTotals, length: int) -> Floats:
+    """The mean over trajectories of their means over tokens. Shao et al. 2024 (DeepSeekMath), equation 3."""
+    return 1 / (policy_tokens.clip(1) * totals.sequences)
+
+
+@AGGREGATIONS.register("prompt")
+def _each_prompt_alike(policy_tokens: Ints, prompts: Ints, totals: StepTotals, length: int) -> Floats:
+    """The mean over prompts of the means over all tokens of their trajectories. Yu et al. 2025 (DAPO), equation 8."""
+    return 1 / (np.bincount(prompts, weights=policy_tokens).clip(1)[prompts] * totals.prompts)
+
+
+@AGGREGATIONS.register("constant")
+def _constant_divisor(policy_tokens: Ints, prompts: Ints, totals: StepTotals, length: int) -> Floats:
+    """The mean over trajectories of their sums over a constant. Liu et al. 2025 (Dr. GRPO), section 3.2."""
+    if length < 1:
+        raise ConfigError(
+            f"algorithm.aggregation='constant' divides by a fixed number of tokens, but training.constant_length="
+            f"{length}. Set it to the number of tokens of the longest completion, 1 or more."
+        )
+    return np.full(len(policy_tokens), 1 / (length * totals.sequences))
 
 
 def _by_record(

@@ -10,7 +10,7 @@ import numpy as np
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.images import Image, ImagePlace
 from rl4llm.core.types import Trajectory, images_of
-from rl4llm.data.aggregation import Ints
+from rl4llm.data.pack import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from rl4llm.algorithms.functional import kl
 from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator
 from rl4llm.core.base_backend import BaseBackend, TokenMetrics, TokenScorer
 from rl4llm.core.types import Group, TrainBatch, Trajectory, Update
-from rl4llm.data.aggregation import StepTotals
-from rl4llm.data.pack import Batching, Credit, filler
+from rl4llm.data.pack import Batching, Credit, StepTotals, filler, totals_of
 from rl4llm.runtime.ranks import Ranks
 
 NO_CREDIT = 1e-9  # a credit this small is rounding, not a difference between rewards
@@ -112,10 +111,8 @@ class Preparation:
                 is_needed = every_token or any(abs(turn) > NO_CREDIT for turn in turns)
                 trajectories.append(trajectory)
                 given.append(credit if is_needed else None)
-        totals = self.batching.totals(trajectories)
-        own = torch.tensor([totals.tokens, totals.sequences, totals.prompts], dtype=torch.float64)
-        tokens, sequences, prompts = map(int, self.ranks.total(own).tolist())
-        totals = replace(totals, tokens=tokens, sequences=sequences, prompts=prompts)
+        own = torch.tensor(totals_of(trajectories), dtype=torch.float64)
+        totals = StepTotals(*map(int, self.ranks.total(own).tolist()))
         records = [record for trajectory in trajectories for record in trajectory.records]
         return Update(self._aligned(self.batching.pack(trajectories, given, totals)), records), totals
 
@@ -177,8 +174,7 @@ class Preparation:
             [i for i, one in enumerate(trajectories) for _ in one.records], dtype=torch.long
         )
         sums = torch.zeros(len(trajectories), dtype=torch.float64)
-        credits, totals = [1.0] * len(trajectories), self.batching.totals(trajectories)
-        for batch in self._aligned(self.batching.pack(trajectories, credits, totals)):
+        for batch in self._aligned(self.batching.pack(trajectories, [1.0] * len(trajectories))):
             numbers_BT = numbers_of(batch)
             if batch.record_ids_BT is not None:  # fillers have none
                 records_N = batch.record_ids_BT[batch.mask_BT]

@@ -186,7 +186,7 @@ def trajectory(
 def packed(trajectories: list[Trajectory]) -> TrainBatch:
     """Return one batch with all of them."""
     batching = Batching(max_tokens_per_batch=1 << 24)
-    (batch,) = batching.pack(trajectories, [1.0] * len(trajectories), batching.totals(trajectories))
+    (batch,) = batching.pack(trajectories, [1.0] * len(trajectories))
     return batch
 
 

@@ -84,7 +84,7 @@ def our_side(args: argparse.Namespace) -> Callable[[], None]:
     batching = Batching(args.layout, max_tokens_per_batch=args.max_tokens)
 
     def step() -> None:
-        for batch in batching.pack(given, credits, batching.totals(given)):
+        for batch in batching.pack(given, credits):
             backend.forward_backward(batch, losses)
         backend.optim_step()
 

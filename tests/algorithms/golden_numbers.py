@@ -26,7 +26,7 @@ from rl4llm.algorithms.returns import whiten
 from rl4llm.backends.heads import OutputLayer, logprobs_of_logits, selected_logprobs
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
-from rl4llm.data.aggregation import AGGREGATIONS, StepTotals, totals_of
+from rl4llm.data.pack import AGGREGATIONS, StepTotals, totals_of
 from rl4llm.rewards.overlong import OverlongPenalty
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "open.json").read_text())
@@ -156,12 +156,13 @@ def packed(
     if layout == "shuffled":
         members = members[::2] + members[1::2][::-1]
     owned = [one for one, _, _ in members]
-    totals = totals_of(owned, constant_length=constant_length)
+    totals = totals_of(owned)
     options = {
         "totals": totals,
         "aggregation": aggregation,
         "pad_token_id": 10**6,
         "whole_groups": whole_groups,
+        "constant_length": constant_length,
     }
     options |= _layout(owned, layout, whole_groups)
     numbers = itertools.count()
@@ -171,7 +172,7 @@ def packed(
     )
     made = pack(owned, numbered, **options)
     exact = torch.cat([turns_K for _, turns_K, _ in members])
-    weights_N = _weights(owned, trajectories, aggregation, totals)
+    weights_N = _weights(owned, trajectories, aggregation, totals, constant_length)
     for batch, rounded in zip(made, real, strict=True):
         batch.credits_BT = exact[batch.credits_BT.long()] * batch.mask_BT
         batch.weights_BT = spread(weights_N, batch) * batch.mask_BT
@@ -202,13 +203,17 @@ def _layout(owned: Sequence[Trajectory], layout: str, whole_groups: bool) -> dic
 
 
 def _weights(
-    owned: Sequence[Trajectory], trajectories: Trajectories | Pairs, aggregation: str, totals: StepTotals
+    owned: Sequence[Trajectory],
+    trajectories: Trajectories | Pairs,
+    aggregation: str,
+    totals: StepTotals,
+    constant_length: int,
 ) -> Tensor:
     """The aggregation's weight of each token of the case (N,), float64."""
     names = sorted({one.prompt_id for one in owned})
     tokens = np.array([one.num_policy_tokens for one in owned])
     weights = AGGREGATIONS[aggregation](
-        tokens, np.array([names.index(one.prompt_id) for one in owned]), totals
+        tokens, np.array([names.index(one.prompt_id) for one in owned]), totals, constant_length
     )
     weights_N = torch.zeros(trajectories.starts[-1], dtype=torch.float64)
     for one, weight in zip(owned, weights, strict=True):

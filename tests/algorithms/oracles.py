@@ -32,8 +32,7 @@ from rl4llm.algorithms import (
 )
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.types import Group, TrainBatch, Trajectory
-from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import Batching
+from rl4llm.data.pack import Batching, totals_of
 from rl4llm.trainers.prepare import Preparation
 
 GROUPS = groups(seed=3)
@@ -60,7 +59,7 @@ def batch_of(credits: Sequence[Tensor]) -> TrainBatch:
     ]
     numbers = itertools.count()
     numbered = [[next(numbers) for _ in turns] if credits[0].dim() == 2 else next(numbers) for turns in flat]
-    totals = totals_of(MEMBERS, constant_length=20)
+    totals = totals_of(MEMBERS)
     (batch,) = pack(
         MEMBERS,
         numbered,

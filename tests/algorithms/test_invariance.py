@@ -14,8 +14,7 @@ from rl4llm.algorithms.returns import discounted_returns, gae
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.types import Group, TokenSpan
-from rl4llm.data.aggregation import totals_of
-from rl4llm.data.pack import Batching
+from rl4llm.data.pack import Batching, totals_of
 from rl4llm.trainers.prepare import Preparation
 
 CASES = [

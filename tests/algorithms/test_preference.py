@@ -11,7 +11,7 @@ from packed import pack
 from rl4llm.algorithms import DPO, KTO, SFT, OnlineDPO, RewardModel
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TokenSpan, TrainBatch, Trajectory
-from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import totals_of
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "open.json").read_text())
 KINDS = ("dpo", "rm", "sft")

@@ -11,7 +11,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.backends.varlen import plain_varlen
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TokenSpan, Trajectory
-from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import totals_of
 
 
 def trajectory(prompt_id, *spans):

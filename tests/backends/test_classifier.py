@@ -100,7 +100,7 @@ def test_a_family_has_the_values_of_its_classifier(name, tmp_path):
     spans = TokenSpan.context(token_ids), TokenSpan((3,), "policy", (0.0,), 0)
     trajectories = [Trajectory("p", spans, (), {}, 0.0, "done")]
     batching = Batching(aggregation="token", pad_token_id=0)
-    [batch] = batching.pack(trajectories, [1.0], batching.totals(trajectories))
+    [batch] = batching.pack(trajectories, [1.0])
     with torch.no_grad():
         expected = classifier(tmp_path)(torch.tensor([token_ids])).logits[0]
     assert backend.forward(batch)[batch.mask_BT].tolist() == pytest.approx(expected.tolist(), abs=1e-4)

@@ -12,7 +12,7 @@ from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose.models import BACKENDS
-from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import totals_of
 
 without_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,

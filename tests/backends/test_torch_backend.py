@@ -15,7 +15,7 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.types import TokenSpan, Trajectory
-from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import totals_of
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 

@@ -15,8 +15,8 @@ from rl4llm.backends.tower import add_tower
 from rl4llm.core.errors import ConfigError, ModelError
 from rl4llm.core.images import tower_of
 from rl4llm.core.types import TokenSpan, images_of
-from rl4llm.data.aggregation import totals_of
 from rl4llm.data.layouts import LAYOUTS
+from rl4llm.data.pack import totals_of
 
 
 def packed(trajectories, vision, layout="shared", size=10_000):

@@ -9,8 +9,8 @@ from packed import pack
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TokenSpan, Trajectory
-from rl4llm.data.aggregation import StepTotals, totals_of
 from rl4llm.data.layouts import LAYOUTS
+from rl4llm.data.pack import Batching, StepTotals, totals_of
 from rl4llm.data.plan import plan_batches
 
 LAYOUT_NAMES = ["sorted", "packed", "shared"]
@@ -52,9 +52,15 @@ def packed(trajectories, credits=None, layout="sorted", budget=100, aggregation=
         max_tokens_per_batch=budget,
         layout=layout,
         aggregation=aggregation,
-        totals=totals or totals_of(trajectories),
+        totals=totals,
         pad_token_id=0,
+        constant_length=10,
     )
+
+
+def added(*totals):
+    """Return the totals of all ranks."""
+    return StepTotals(*map(sum, zip(*totals, strict=True)))
 
 
 def tokens_in(batch):
@@ -160,9 +166,8 @@ def test_a_trajectory_that_begins_with_the_policy_shares_nothing():
 )
 def test_weights_of_a_trajectory_sum_to_its_share(aggregation, sums):
     one = [trajectory("a", [1], [2, 3]), trajectory("b", [1], [4, 5, 6], [7], [8, 9, 10])]
-    totals = totals_of(one, constant_length=10)
-    assert (totals.tokens, totals.sequences) == (8, 2)
-    (batch,) = packed(one, aggregation=aggregation, totals=totals)
+    assert totals_of(one) == StepTotals(tokens=8, sequences=2, prompts=2)
+    (batch,) = packed(one, aggregation=aggregation)
     order = batch.mask_BT.sum(1).argsort()
     assert batch.weights_BT.sum(1)[order].tolist() == pytest.approx(sums)
 
@@ -179,7 +184,7 @@ def test_weights_of_a_step_sum_to_one_however_it_is_cut(layout, aggregation):
 def test_totals_of_ranks_add_up_so_that_their_weights_do(aggregation):
     one = random_trajectories(2, 3)
     other = [replace(item, prompt_id=f"other {item.prompt_id}") for item in random_trajectories(3, 2, seed=1)]
-    totals = totals_of(one) + totals_of(other)
+    totals = added(totals_of(one), totals_of(other))
     assert totals == totals_of(one + other)
     batches = [
         batch for part in (one, other) for batch in packed(part, totals=totals, aggregation=aggregation)
@@ -219,7 +224,7 @@ def test_each_role_of_a_prompt_is_a_separate_group(layout):
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
 def test_two_draws_of_a_prompt_are_two_groups(layout):
     one, other = trajectory("a", [1], [2]), replace(trajectory("a", [1], [3, 4, 5]), draw=1)
-    totals = totals_of([one]) + totals_of([other])
+    totals = added(totals_of([one]), totals_of([other]))
     assert totals == totals_of([one, other])
     (batch,) = packed([one, other], aggregation="prompt", layout=layout)
     apart = [packed([each], aggregation="prompt", layout=layout, totals=totals)[0] for each in (one, other)]
@@ -324,7 +329,7 @@ def test_an_unknown_layout_or_aggregation_is_refused():
     ):
         packed(one, aggregation="tokens")
     with pytest.raises(ConfigError, match="constant_length=0"):
-        packed(one, aggregation="constant", totals=StepTotals(1, 1))
+        Batching(aggregation="constant")
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)

@@ -8,7 +8,7 @@ from packed import pack
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.types import ChatMessage, Completion, Group, TokenSpan, Trajectory
-from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import totals_of
 from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens
 from rl4llm.tracking.tracker import read_jsonl
 

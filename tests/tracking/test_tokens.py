@@ -3,8 +3,8 @@ import torch
 from packed import pack
 
 from rl4llm.core.types import ChatMessage, Completion, TokenSpan, Trajectory
-from rl4llm.data.aggregation import totals_of
 from rl4llm.data.layouts import LAYOUTS
+from rl4llm.data.pack import totals_of
 from rl4llm.tracking.episodes import TrainedTokens
 
 PROMPT = TokenSpan.context([1, 2, 3])

@@ -103,7 +103,7 @@ class LearnedReward(BaseBatchReward):
             return []
         owners = [float(number) for number in range(len(trajectories))]  # in the place of credits
         batching = Batching(pad_token_id=self._pad_token_id, max_tokens_per_batch=self._max_tokens_per_batch)
-        batches = batching.pack(trajectories, owners, batching.totals(trajectories))
+        batches = batching.pack(trajectories, owners)
         for batch in batches:
             owners_N = batch.credits_BT[batch.mask_BT].long()
             values[owners_N] = self._backend.forward(batch).cpu()[batch.mask_BT]

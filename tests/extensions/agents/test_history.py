@@ -8,7 +8,7 @@ import torch
 from packed import pack
 
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams
-from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import totals_of
 from rl4llm.data.render import Renderer
 from rl4llm.envs.chat_completions import read_message
 from rl4llm.extensions.agents.history import History

@@ -22,7 +22,7 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, RL4LLMError
 from rl4llm.core.types import TensorSpec
-from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import totals_of
 from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend, _join_alone
 from rl4llm.extensions.deepspeed.zero_optimizer import NoOptimizer
 

@@ -10,7 +10,7 @@ from templates import counts, named_row, tokenizer_of
 
 from rl4llm.core.errors import TemplateError
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import totals_of
 from rl4llm.data.render import Renderer
 from rl4llm.extensions.inspect.templates import follow_ups, play, template_row, turn
 from tests.data.test_render import ASK, EACH, chatml

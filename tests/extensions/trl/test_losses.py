@@ -6,7 +6,7 @@ from packed import pack
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.core.types import Group, TokenSpan, Trajectory
-from rl4llm.data.aggregation import totals_of
+from rl4llm.data.pack import totals_of
 from rl4llm.extensions.trl import GRPOConfig
 from rl4llm.extensions.trl.script import Script
 
@@ -68,9 +68,8 @@ def ours(arguments, new, old, ref):
         max_tokens_per_batch=1000,
         layout="packed",
         aggregation=algorithm.aggregation,
-        totals=totals_of(
-            [members[number] for number in kept], constant_length=keys.get("training.constant_length", 0)
-        ),
+        totals=totals_of([members[number] for number in kept]),
+        constant_length=keys.get("training.constant_length", 0),
         pad_token_id=0,
     )
     places = [(batch.token_ids_BT - 100).clamp(min=0) for batch in batches]

@@ -9,8 +9,8 @@ from packed import pack
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.images import ImagePlace, Picture
 from rl4llm.core.types import ChatMessage, Completion, Group, TokenSpan, Trajectory
-from rl4llm.data.aggregation import totals_of
 from rl4llm.data.images import ImageStore
+from rl4llm.data.pack import totals_of
 from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens
 from rl4llm.tracking.tracker import JsonlTracker
 

@@ -376,7 +376,7 @@ def _groups(bench: Bench) -> list[Group]:
 
 def _pack(preparation: Preparation, trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
     batching = preparation.batching
-    return batching.pack(trajectories, [1.0] * len(trajectories), batching.totals(trajectories))
+    return batching.pack(trajectories, [1.0] * len(trajectories))
 
 
 def _trainer(bench: Bench) -> AnyTrainer:

@@ -190,7 +190,7 @@ def _count_rows(setup: Setup, context_length: int) -> Counts:
     )
     groups = [read(row, str(row.get("prompt_id", number))) for number, row in enumerate(longest)]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    batches = batching.pack(trajectories, [1.0] * len(trajectories), batching.totals(trajectories))
+    batches = batching.pack(trajectories, [1.0] * len(trajectories))
     largest = max(batches, key=lambda batch: batch.token_ids_BT.numel())
     every = max(1, len(dataset) // LOOKED_AT)
     some = [read(row, str(row.get("prompt_id", ""))) for row in islice(dataset, 0, LOOKED_AT * every, every)]

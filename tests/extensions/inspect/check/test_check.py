@@ -267,9 +267,7 @@ def test_equal_samples_skip_the_check_of_the_loss(small):
 def test_a_mask_that_is_not_what_was_sampled_fails(bench):
     made, _ = bench
     trajectories = [trajectory for group in made.played.groups for trajectory in group.trajectories]
-    batches = made.trainer.preparation.batching.pack(
-        trajectories, [1.0] * len(trajectories), made.trainer.preparation.batching.totals(trajectories)
-    )
+    batches = made.trainer.preparation.batching.pack(trajectories, [1.0] * len(trajectories))
     check_sampled(made.played.completions, trajectories)
     check_mask(trajectories, batches)
     shifted = [replace(batch, mask_BT=batch.mask_BT.roll(1, dims=1)) for batch in batches]
