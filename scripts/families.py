@@ -120,9 +120,8 @@ def measure(name):
     turns = asyncio.run(conversations(client))
     after = facts_of(client)
     computed, reused = (after[key] - before[key] for key in ("prefill_tokens", "reused_tokens"))
-    once = (
-        len(PROMPT) - 1 + SAMPLES * len(ANSWER)
-    )  # all tokens except the last of each turn, which decoding computes
+    # all tokens except the last of each turn, which decoding computes
+    once = len(PROMPT) - 1 + SAMPLES * len(ANSWER)
     equal &= cut_conversation(client, model)
     trajectories = [trajectory_of(number, spans) for number, spans in enumerate(turns)]
     engine = max(difference(own_logprobs(model, item), item) for item in trajectories)

@@ -44,9 +44,8 @@ class Machines:
         cables = [f"rm{os.getpid()}-{number}" for number in range(2)]
         for name in self.names:
             self._ip("netns", "add", name)
-            hosts = Path(
-                f"/etc/netns/{name}/hosts"
-            )  # else each look for a name would wait for a server of names
+            # else each look for a name would wait for a server of names
+            hosts = Path(f"/etc/netns/{name}/hosts")
             hosts.parent.mkdir(parents=True)
             hosts.write_text(f"127.0.0.1 localhost {os.uname().nodename}\n")
         first, second = self.names

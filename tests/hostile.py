@@ -23,9 +23,8 @@ def what_text_controls(tokenizer, roles=("user", "tool"), tools=None):
         harmless = encode("begin harmless end")
         framing = possible["tool later" if place == "tool later" else "user"]("harmless")
         control = control_ids(tokenizer, framing)
-        if (
-            place == "assistant"
-        ):  # may write what the template itself writes inside a turn, but may not end it
+        # may write what the template itself writes inside a turn, but may not end it
+        if place == "assistant":
             control -= own_ids(tokenizer, framing, tools)
         for text in hostile_texts([tokenizer.convert_ids_to_tokens(i) for i in sorted(control)]):
             text = " ".join(text.split()) if place == "tool schema" else text  # some comment each line

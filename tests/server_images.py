@@ -260,9 +260,8 @@ def train(seer, output, *changes):
         run.train()
         weights = dict(run.backend.weights())
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    trained = [
-        step["mismatch/mean"] for step in steps if "mismatch/mean" in step
-    ]  # a step of equal rewards has none
+    # a step of equal rewards has none
+    trained = [step["mismatch/mean"] for step in steps if "mismatch/mean" in step]
     assert len(steps) == 2 and trained and max(trained) < 1e-5 and not any(step["failures"] for step in steps)
     files = sorted((output / "episodes").glob("step-*.jsonl"))
     episodes = [json.loads(line) for file in files for line in file.read_text().splitlines()]

@@ -218,9 +218,8 @@ def test_with_debug_the_traceback_is_shown(words, caplog):
     caplog.set_level(logging.WARNING, "rl4llm")  # put back afterwards
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         main(words)
-    assert logging.getLogger("rl4llm.raised").isEnabledFor(
-        logging.DEBUG
-    )  # also of errors that a run survives
+    # also of errors that a run survives
+    assert logging.getLogger("rl4llm.raised").isEnabledFor(logging.DEBUG)
 
 
 def test_ctrl_c_ends_a_command_with_one_line_and_130(place, monkeypatch, capsys):

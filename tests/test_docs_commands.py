@@ -58,9 +58,8 @@ if shutil.which("bwrap") is None:
 def desk(tmp_path, model_dir, monkeypatch):
     """Return the directory that the commands are run in, with all that they name."""
     shutil.copytree(model_dir, tmp_path / "model")
-    described = json.loads(
-        (tmp_path / "model" / "config.json").read_text()
-    )  # tools take a thousand of the small tokens
+    # tools take a thousand of the small tokens
+    described = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 4096}))
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     shutil.copy(ROOT / "tests" / "extensions" / "toolbox" / "things_server.py", tmp_path / "server.py")
@@ -68,9 +67,8 @@ def desk(tmp_path, model_dir, monkeypatch):
         for file in {name, name.replace("train.", "test.")}:
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text("".join(json.dumps(row | {"id": i}) + "\n" for i in range(4)))
-    monkeypatch.setenv(
-        "PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    )  # as where a .venv is active
+    # as where a .venv is active
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     for path in (tmp_path / "configs").glob("*.yaml"):
         path.write_text(yaml.safe_dump(small(path.stem, yaml.safe_load(path.read_text()))))

@@ -50,9 +50,8 @@ def naming(pattern: str) -> list[str]:
 
 def test_the_library_names_no_extension():
     names = "|".join(extensions())
-    assert naming(
-        r"^from rl4llm\.core\.registry import"
-    )  # the pattern below is looked for in the right files
+    # the pattern below is looked for in the right files
+    assert naming(r"^from rl4llm\.core\.registry import")
     assert naming(rf"extensions[./\"', ]+({names})\b") == []
     assert naming(r"__path__") == []
 

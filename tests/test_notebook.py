@@ -147,9 +147,8 @@ def test_a_resumed_run_begins_with_its_earlier_curve(kernel):
     began = time.monotonic()
     kernel.run(f"done = await train(max_steps=27, {KEYS.format('grows')})")
     assert points(kernel.shown[0][1]) == [25, 25] and points(kernel.shown[-1][1]) == [27, 27]
-    assert (
-        2 <= len(kernel.shown) < time.monotonic() - began + 3
-    )  # one picture a second, the first and the last
+    # one picture a second, the first and the last
+    assert 2 <= len(kernel.shown) < time.monotonic() - began + 3
 
 
 def test_plain_output_in_a_notebook_has_lines(kernel):

@@ -234,9 +234,8 @@ def test_the_lock_has_exactly_the_requirements_with_hashes():
             versions.setdefault(requirement.name, []).append(str(requirement.specifier).removeprefix("=="))
             assert re.fullmatch(r"==[\w.]+", str(requirement.specifier)) and not requirement.url
             assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", item) for item in hashes)
-        assert not {
-            item for item in versions if re.match("(torch|triton|cuda|nvidia)(-|$)", item)
-        }  # of the machine
+        # of the machine
+        assert not {item for item in versions if re.match("(torch|triton|cuda|nvidia)(-|$)", item)}
         for requirement in map(Requirement, wanted):
             if requirement.name != "torch":
                 found = versions[canonicalize_name(requirement.name)]
@@ -312,9 +311,8 @@ def test_every_machine_gets_the_torch_that_tests_ran_with(tmp_path, gpu):
     assert asked == [f"torch=={tried[2]}"]
     assert tried[2] in Requirement(f"torch{tried[1]}").specifier
     major, minor = TESTED_TORCH[-1].split(".")
-    assert (
-        f"{major}.{int(minor) + 1}.0" not in Requirement(f"torch{tried[1]}").specifier
-    )  # no test runs with it
+    # no test runs with it
+    assert f"{major}.{int(minor) + 1}.0" not in Requirement(f"torch{tried[1]}").specifier
 
 
 def test_the_picture_of_the_house_is_drawn_from_todays_imports():

@@ -18,9 +18,8 @@ def tracked(*folders):
     known = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True)
     if known.returncode:
         pytest.skip("this is not a git checkout, so what belongs to it is not known")
-    return {
-        name for name in known.stdout.splitlines() if not (ROOT / name).is_dir()
-    }  # no links to directories
+    # no links to directories
+    return {name for name in known.stdout.splitlines() if not (ROOT / name).is_dir()}
 
 
 @pytest.fixture(scope="module")

@@ -49,9 +49,8 @@ sys.exit(code)
 @contextlib.contextmanager
 def warm(directory):
     """Yield the path of a Python; what still runs of its programs is killed in the end."""
-    address, stand_in = _stand_in(
-        directory, sys.executable, [["-m"]]
-    )  # with -P runs what looks for its parent
+    # with -P runs what looks for its parent
+    address, stand_in = _stand_in(directory, sys.executable, [["-m"]])
     listens, ready = forks().Pipe(duplex=False)
     process = forks().Process(target=_serve_children, args=(address, stand_in, ready))
     process.start()

@@ -85,6 +85,5 @@ def geometric_clip(log_BT: Tensor, batch: TrainBatch, low: float, high: float) -
 
 def _within(judged_BT: Tensor, weight_BT: Tensor, low: float, high: float) -> Tensor:
     inside_BT = (judged_BT >= low) & (judged_BT <= high)
-    return torch.where(
-        inside_BT, weight_BT, 0.0
-    )  # not a product: the weight of a long trajectory may be infinite
+    # not a product: the weight of a long trajectory may be infinite
+    return torch.where(inside_BT, weight_BT, 0.0)

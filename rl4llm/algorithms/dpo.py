@@ -55,9 +55,8 @@ class DPO(BaseAlgorithm):
         drift_BT = of_sequence(logprobs_BT - batch.ref_logprobs_BT, batch)
         margin_BT = pair_difference(drift_BT, batch)
         loss_BT = self.pair_loss(margin_BT)
-        chosen_BT = 2.0 * (
-            batch.credits_BT > 0
-        )  # of a pair's two trajectories one: twice makes a mean over pairs
+        # of a pair's two trajectories one: twice makes a mean over pairs
+        chosen_BT = 2.0 * (batch.credits_BT > 0)
         if self.nll_coef:
             loss_BT = loss_BT - self.nll_coef * chosen_BT * logprobs_BT
         return loss_BT, {

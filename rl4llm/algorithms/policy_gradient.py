@@ -140,9 +140,8 @@ class PolicyGradient(BaseAlgorithm):
             batch.advantages_BT = self.advantages(batch)
         if self.whiten:
             whiten(batches, total)
-        if (
-            self.correction is not None
-        ):  # every surrogate is proportional to a positive factor of the advantage
+        # every surrogate is proportional to a positive factor of the advantage
+        if self.correction is not None:
             weights_of = load("rl4llm.algorithms.correction:correction_weights")
             bounds = self.correction, self.correction_low, self.correction_high
             for batch in batches:

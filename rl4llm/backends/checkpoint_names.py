@@ -89,9 +89,8 @@ class CheckpointNames:
                 self._take({name: named[name] for name in names}, saved, own)
             left = [name for name in left if name not in self._renamed and name not in self._parts]
             level += 1
-        self._parts |= dict.fromkeys(
-            left, tuple(left)
-        )  # all at once, which the comparison of names refuses if wrong
+        # all at once, which the comparison of names refuses if wrong
+        self._parts |= dict.fromkeys(left, tuple(left))
 
     def _take(self, given: Named, saved: Named, own: Container[int]) -> None:
         """Note that these convert together, if the result is a part of what all give."""

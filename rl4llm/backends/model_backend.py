@@ -88,9 +88,8 @@ class ModelBackend(BaseBackend):
         whole = whole_checkpoint(self.model)
         if whole is None:
             config = self.model.config
-            config.architectures = config.architectures or [
-                type(self.model).__name__
-            ]  # which servers start by
+            # which servers start by
+            config.architectures = config.architectures or [type(self.model).__name__]
             config.save_pretrained(directory)
         else:
             whole.write_config(directory, self.model)

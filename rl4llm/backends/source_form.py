@@ -66,9 +66,8 @@ class SourceForm:
             if not file.is_file():
                 continue
             written = json.loads(file.read_text(encoding="utf-8"))
-            if (
-                len({item.get("model_type") for item in (source, unchanged, written)}) == 1
-            ):  # not one of a part
+            # not one of a part
+            if len({item.get("model_type") for item in (source, unchanged, written)}) == 1:
                 file.write_bytes(_json(_changed(source, unchanged, written)))
 
 

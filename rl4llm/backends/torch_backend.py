@@ -150,9 +150,8 @@ class TorchBackend(ModelBackend):
         if options.get("cpu_offload"):
             kept, host = dict.fromkeys(sizes, 0), sum(kept.values())
         together = gathered(shape, precision, trains=trains)
-        return replace(
-            whole, **kept, casts=0, gathered=together, host=host
-        )  # FSDP2 casts what it puts together
+        # FSDP2 casts what it puts together
+        return replace(whole, **kept, casts=0, gathered=together, host=host)
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:

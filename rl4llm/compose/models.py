@@ -60,9 +60,8 @@ def build_policy(setup: Setup) -> BaseBackend:
             f"None of the parameters of {config.model.path} trains: requires_grad is False for all. Next: set it with "
             "model.requires_grad_(True), or set model.lora.rank to train an adapter."
         )
-    steps = config.max_steps - (
-        needs.critic.warmup_steps if needs.critic else 0
-    )  # in which the policy learns
+    # in which the policy learns
+    steps = config.max_steps - (needs.critic.warmup_steps if needs.critic else 0)
     options = _optimizer(config, config.training.epochs, steps)
     return _on_backend(setup, model, adapter=adapter, value_head=value_head, **options)
 

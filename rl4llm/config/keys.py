@@ -115,9 +115,8 @@ class SandboxConfig:
     level: str = "auto"
     allow_weak: bool = False  # take a level that does not keep programs from the host's files and network
     slots: Count = 2  # programs at a time
-    packages: list[str] = field(
-        default_factory=list
-    )  # installed packages that programs may import, such as numpy
+    # installed packages that programs may import, such as numpy
+    packages: list[str] = field(default_factory=list)
     loopback: bool = False  # let programs talk to themselves over 127.0.0.1 and ::1
 
 
@@ -200,9 +199,8 @@ class Config:
     env: dict[str, Any] = field(default_factory=lambda: {"name": "chat"})
     # names, or mappings with name, weight and options; null: the environment's
     rewards: list[Any] | None = None
-    parts: dict[str, Any] = field(
-        default_factory=dict
-    )  # several environments in one run by name, see `by_part`
+    # several environments in one run by name, see `by_part`
+    parts: dict[str, Any] = field(default_factory=dict)
     # Draw more often what is solved half of the time: the least share of its weight that each of `parts` keeps, or the
     # column of the dataset whose values are pools; see data.mixture.
     curriculum: float | int | str | None = None

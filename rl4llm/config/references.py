@@ -70,9 +70,8 @@ def hide_unset(merged: DictConfig) -> None:
         try:
             holder[path[-1]]
         except InterpolationResolutionError:
-            with contextlib.suppress(
-                ValidationError
-            ):  # of a number; reading the configuration then names the variable
+            # of a number; reading the configuration then names the variable
+            with contextlib.suppress(ValidationError):
                 holder[path[-1]] = HIDDEN
 
 

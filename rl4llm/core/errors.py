@@ -169,7 +169,6 @@ def unknown(where: str, name: str, known: Iterable[str]) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the closest match of a name as a sentence that follows another one; "" if no name is close."""
     close = difflib.get_close_matches(name, list(known), n=3)
-    close.sort(
-        key=lambda known: sorted(known) != sorted(name)
-    )  # letters in another order are the likeliest slip
+    # letters in another order are the likeliest slip
+    close.sort(key=lambda known: sorted(known) != sorted(name))
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -89,9 +89,8 @@ class ModelShape:
         """Return the bytes that a forward pass keeps for the backward pass: all layers, or with checkpointing the input of
         each layer and one whole layer that is computed again (Chen et al. 2016)."""
         layer = self.layer_activations(precision, tokens, keys)
-        ends = (
-            tokens * self.hidden * (precision.weights + precision.computed)
-        )  # before and behind the last norm
+        # before and behind the last norm
+        ends = tokens * self.hidden * (precision.weights + precision.computed)
         if checkpointing:
             return self.layers * tokens * self.hidden * precision.weights + layer + ends
         return self.layers * layer + ends

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 HIDDEN = "(hidden)"
-REFERENCE = re.compile(
-    r"\$\{[\w.:\[\]\-]+(,\s*(null|''|\"\")\s*)?\}"
-)  # any other default could be the secret itself
+# any other default could be the secret itself
+REFERENCE = re.compile(r"\$\{[\w.:\[\]\-]+(,\s*(null|''|\"\")\s*)?\}")
 
 KEY_OF = (
     "access|account|admin|api|auth|client|encryption|license|master|private|secret|server|service|signing|ssh"

@@ -13,9 +13,8 @@ from rl4llm.core.message import MEDIA, UNSEEN, is_media, read_arguments
 
 TOOLS, TEMPLATE_ARGS = "tools", "chat_template_kwargs"
 _LIST = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
-_PRINTED = re.compile(
-    r"""\}\s*\n\s*\{\s*(["'])(role|from|content|value)\1\s*:"""
-)  # an array without its commas
+# an array without its commas
+_PRINTED = re.compile(r"""\}\s*\n\s*\{\s*(["'])(role|from|content|value)\1\s*:""")
 _OF_SCHEMAS = frozenset(("type", "properties", "$ref", "anyOf", "oneOf", "allOf", "$defs", "required"))
 
 

@@ -47,9 +47,8 @@ def demonstration(
     if not segments:
         raise DataError(f"{row} has no assistant message, so there is nothing to imitate.")
     spans = [renderer.context(segments[0].token_ids, segments[0].messages)]
-    for segment in segments[
-        1:
-    ]:  # after the prompt, tokens that are learned are the policy's, all others context
+    # after the prompt, tokens that are learned are the policy's, all others context
+    for segment in segments[1:]:
         spans.append(
             TokenSpan(segment.token_ids, "policy", (0.0,) * len(segment.token_ids), version=0)
             if _learns(segment, learned)

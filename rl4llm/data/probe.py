@@ -202,9 +202,8 @@ class _Trial:
         shared = self._template.shared(piece[size:], prompted[len(begun) :])
         opened, other = prompted[len(begun) + len(shared) :], piece[size + len(shared) :]
         begin = all(map(self._template.begins_with_token, (opened, other)))
-        if not (
-            begin and (fixed or shared.strip())
-        ):  # it may open a channel other than that of made-up answers
+        # it may open a channel other than that of made-up answers
+        if not (begin and (fixed or shared.strip())):
             raise TemplateError(
                 f"{what}: the assistant's turn opens with {header!r}, but is asked for with {prompt!r}"
             )

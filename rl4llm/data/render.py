@@ -165,9 +165,8 @@ class Renderer:
     def first(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the tokens of a first prompt, generation prompt included."""
         messages = tuple(messages)
-        if (
-            not messages or self._latest[0] != messages
-        ):  # the samples of a group ask for the same prompt in turn
+        # the samples of a group ask for the same prompt in turn
+        if not messages or self._latest[0] != messages:
             self._latest = messages, tuple(self.encode(self._text(messages)))
         return list(self._latest[1])
 

@@ -277,9 +277,8 @@ def _same_tuple(wanted: str, given: str) -> bool | None:
     if found.end() == len(given) and _ALLOWED_BEFORE.fullmatch(given[: found.start()]):
         items, others = split(wanted[1:-1]), split(found[0][1:-1])
         brackets = wanted[0] + wanted[-1], found[0][0] + found[0][-1]
-        if len(items) != len(others) or (
-            len(items) == 2 and brackets[0] != brackets[1]
-        ):  # [1,2) is an interval
+        # [1,2) is an interval
+        if len(items) != len(others) or (len(items) == 2 and brackets[0] != brackets[1]):
             return False
         return _all(map(same, items, others))
     return None if re.search(r"\\cup|\\cap|\\begin", given) else False

@@ -203,9 +203,8 @@ class ForkServer:
         self._control.settimeout(END_TIMEOUT_S)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         settings = {**self._settings, "parent": os.getpid(), "lifeline": its_lifeline.fileno()}
-        settings["path"] = [
-            entry for entry in sys.path if isinstance(entry, str)
-        ]  # Python ignores others, too
+        # Python ignores others, too
+        settings["path"] = [entry for entry in sys.path if isinstance(entry, str)]
         environment = short_environment()
         # Results must not depend on the order in which a worker happens to iterate a set of strings.
         environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -92,9 +92,8 @@ def _commit(
         ) from error
     (directory / "state.json").write_text(text)
     manifest.seal(directory, known_hashes=known_hashes, step=_step(directory))
-    if (
-        final.exists()
-    ):  # saved before, and perhaps damaged since: `.old-` is still found if we die between the renames
+    # saved before, and perhaps damaged since: `.old-` is still found if we die between the renames
+    if final.exists():
         final.rename(root / f"{final.name}.old-{secrets.token_hex(4)}")
     directory.rename(final)
     sync_directory(root)

@@ -41,9 +41,8 @@ def save_update(
             for name, value in batch.tensors().items()
         }
         save_file(tensors, scratch / BATCHES)
-        images = [
-            list(map(asdict, batch.images)) for batch in batches
-        ]  # their pixels are in the run's images/
+        # their pixels are in the run's images/
+        images = [list(map(asdict, batch.images)) for batch in batches]
         (scratch / FACTS).write_text(json.dumps({"images": images, **facts}, indent=1))
 
     replace_directory(directory, write)

@@ -243,9 +243,8 @@ def _same_norm(module: nn.Module) -> FastRMSNorm | None:
         return None
     weight_D = parameters["weight"]
     fast = FastRMSNorm(weight_D, epsilon)
-    narrow = (
-        weight_D.dtype.itemsize < 4 and weight_D.device.type != "cpu"
-    )  # a GPU's kernel rounds once, the module twice
+    # a GPU's kernel rounds once, the module twice
+    narrow = weight_D.dtype.itemsize < 4 and weight_D.device.type != "cpu"
     rtol = 2 * torch.finfo(weight_D.dtype).eps if narrow else 1e-5
     x_ND = torch.linspace(-2, 3, 3 * len(weight_D), dtype=weight_D.dtype, device=weight_D.device).view(3, -1)
     return fast if torch.allclose(fast(x_ND), module(x_ND), rtol=rtol, atol=1e-6) else None

@@ -99,9 +99,8 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         self.ranks = ranks or Ranks()
         self.step = 0
         self.stopped = False  # by a signal, before max_steps
-        self.updates: Counter[bool] = (
-            Counter()
-        )  # of the model since this start, by whether there was a token to learn from
+        # of the model since this start, by whether there was a token to learn from
+        self.updates: Counter[bool] = Counter()
         self._stop_requested = threading.Event()
         self._finishing = 1  # the step after which a signal stops
         self._skipped: Counter[str] = Counter()  # optimizer steps in a row, by model

@@ -33,9 +33,8 @@ class Memory:
     """Resident memory of this process, counted from when this object was made: after the model was loaded."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # the high-water mark starts again at what is resident now
+        # the high-water mark starts again at what is resident now
+        Path("/proc/self/clear_refs").write_text("5")
         self._baseline_gb = self._peak_gb = _status_kib("VmRSS") * 1024 / 1e9
 
     def report(self, seen_gb: float = 0.0) -> dict[str, float]:

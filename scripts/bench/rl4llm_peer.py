@@ -80,9 +80,8 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     with build(job) as trainer:
         trainer.resume()
-        sum(
-            weight.sum().item() for _, weight in trainer.backend.weights()
-        )  # weights of a mapped file become resident
+        # weights of a mapped file become resident
+        sum(weight.sum().item() for _, weight in trainer.backend.weights())
         memory = Memory()
         trainer.publish()
         versions = {

@@ -36,9 +36,8 @@ class Turnstile(TrainerCallback):
         return [reward(text) for text in completions]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        sum(
-            weight.sum().item() for weight in kwargs["model"].parameters()
-        )  # weights of a mapped file become resident
+        # weights of a mapped file become resident
+        sum(weight.sum().item() for weight in kwargs["model"].parameters())
         self._memory = Memory()
         versions = {
             "trl": trl.__version__,

@@ -483,9 +483,8 @@ CHECKS: dict[str, Check] = {
     },
     "adv.gae_kl_in_reward.gamma1_lambda0.95": Check(advantages, {"ppo": PENALTY}),
     "adv.reinforce_pp_kl_in_reward_returns": Check(advantages, {"reinforce_pp": PENALTY}),
-    "kl.in_reward_k1": Check(
-        advantages, {"reinforce_pp": {**PENALTY, "gamma": 0.0}}
-    ),  # with gamma 0 a return is a reward
+    # with gamma 0 a return is a reward
+    "kl.in_reward_k1": Check(advantages, {"reinforce_pp": {**PENALTY, "gamma": 0.0}}),
     "whiten.ddof1": Check(whitened, {"ppo": {}, "reinforce_pp": {}, "reinforce_pp_baseline": {}, "vapo": {}}),
     **{f"kl.{name}": Check(estimate, {"grpo": {"estimator": name}}) for name in ("k1", "k2", "k3")},
     "kl.k3_straight_through": Check(

@@ -278,9 +278,8 @@ def _of_rank(
     losses, metrics = [], []
     mismatched = algorithm.needs().mismatched
     for update in preparation.prepare(own, AFTER_WARMUP).updates:
-        assert not mismatched or all(
-            batch.divergence > 0 for batch in update.batches
-        )  # 0 would be 0 on all ranks
+        # 0 would be 0 on all ranks
+        assert not mismatched or all(batch.divergence > 0 for batch in update.batches)
         assert len(update.batches) == ranks.largest(len(update.batches))  # sharded models compute together
         if update.model == "critic":
             parts = [_value_loss(algorithm, batch, new_values) for batch in update.batches]

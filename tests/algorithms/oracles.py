@@ -161,9 +161,8 @@ def vapo_advantages() -> float:
         returns |= {
             token: number + VALUES[token].item() for token, number in scalar_gae(one, 1.0, 1.0).items()
         }
-        assert (
-            abs(returns[ids(one)[0]] - one.reward) < 1e-9
-        )  # with lambda 1 a return is what the episode earned
+        # with lambda 1 a return is what the episode earned
+        assert abs(returns[ids(one)[0]] - one.reward) < 1e-9
     return max(distance(batch.advantages_BT, batch, wanted), distance(batch.returns_BT, batch, returns))
 
 

@@ -112,9 +112,8 @@ def test_reward_model_loss_and_gradient_equal_the_reference(margin):
 def main_trajectories():
     """Return the reference's multi-turn conversations: tokens of the policy between tokens of others."""
     for number, case in enumerate(GOLDEN["cases"]["main"]["trajectories"]):
-        spans = [
-            TokenSpan.context([9])
-        ]  # something to begin with, as the first token of some is the policy's
+        # something to begin with, as the first token of some is the policy's
+        spans = [TokenSpan.context([9])]
         for sampled in case["mask"]:
             spans.append(TokenSpan((5,), "policy", (0.0,), 0) if sampled else TokenSpan.context([5]))
         yield Trajectory(f"{number}", tuple(spans), (), {}, 0.0, "done")

@@ -42,9 +42,8 @@ def backend_of(ranks, model, kind):
     model = load_model(model)
     adapter = add_adapter(model, rank=4, seed=1)
     if kind.startswith("zero"):
-        config = {
-            "zero_optimization": {"stage3_param_persistence_threshold": 0}
-        }  # else small tensors stay whole
+        # else small tensors stay whole
+        config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
         return BACKENDS["deepspeed"](
             model, ranks=ranks, adapter=adapter, lr=1e-2, zero_stage=int(kind[-1]), config=config
         )

@@ -63,9 +63,8 @@ def test_the_prompt_of_a_pair_is_its_shared_conversation():
         rejected[4:],
         2.0,
     )
-    (row,) = load_rows(
-        [{"chosen": start[:3], "rejected": [*start, said("4")]}], learns_from="pairs"
-    )  # one goes on
+    # one goes on
+    (row,) = load_rows([{"chosen": start[:3], "rejected": [*start, said("4")]}], learns_from="pairs")
     assert (row["messages"], row["chosen"]) == (start[:2], start[2:3])
 
 

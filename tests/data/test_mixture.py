@@ -48,9 +48,8 @@ def test_only_the_ratio_of_weights_counts():
 
 def test_every_row_of_a_part_comes_once_in_an_epoch_of_that_part():
     rows = mixed().next_batch(55)
-    assert sorted(row for row in rows if row < 10)[::3] == list(
-        range(10)
-    )  # 30 of 55 places are three epochs of 10
+    # 30 of 55 places are three epochs of 10
+    assert sorted(row for row in rows if row < 10)[::3] == list(range(10))
     assert Counter(row for row in rows if 10 <= row < 17).most_common(1)[0][1] <= 2
 
 

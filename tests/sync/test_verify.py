@@ -282,9 +282,8 @@ def test_without_an_answer_nothing_is_proven(backend, engine, model, tokenizer):
 @pytest.mark.parametrize("dtype", sorted(NOISE))
 def test_small_steps_add_up_until_kept_weights_are_noticed(backend, engine, dtype, monkeypatch):
     """An engine that never takes new weights stays within the tolerance for many steps."""
-    monkeypatch.setitem(
-        NOISE, dtype, max(NOISE[dtype], 5e-6)
-    )  # above this small model's rounding, which is 2e-6
+    # above this small model's rounding, which is 2e-6
+    monkeypatch.setitem(NOISE, dtype, max(NOISE[dtype], 5e-6))
     seen, probe = canary(engine, dtype, tolerance=1e9), canary(engine)
     verify(seen, backend, engine)
     at_first = before = probe.expected(backend)

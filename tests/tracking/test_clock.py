@@ -52,9 +52,8 @@ def memory(lap):
 
 
 def test_a_phases_memory_is_the_peak_of_it_and_its_inner_phases():
-    taken = iter(
-        [9.0, 3.0, 8.0, 2.0, 7.0, 1.0]
-    )  # until step, until rollout, until its end, until that of the step, ...
+    # until step, until rollout, until its end, until that of the step, ...
+    taken = iter([9.0, 3.0, 8.0, 2.0, 7.0, 1.0])
     clock = PhaseClock(peak=lambda: next(taken))
     with clock("step"), clock("rollout"):
         pass

@@ -119,9 +119,8 @@ def test_optimizer_steps_become_one_row_of_sums_maxima_and_means(tmp_path):
     } <= row.keys()
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # TensorBoard's writer also says it
+# TensorBoard's writer also says it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_training_continues_when_logs_cannot_be_written(tmp_path, capsys, files_of_at_most):
     tracker = open_run(tmp_path)
     with files_of_at_most(0):

@@ -78,9 +78,8 @@ def test_dynamic_sampling_ends_after_the_maximum_of_rounds(model_dir, tmp_path, 
             assert row["groups/dropped"] == (1 + resampling_rounds) * 4
         drawn = episodes(tmp_path, row["step"])
         assert len(drawn) == row["trajectories"]
-        assert len({(one["prompt_id"], one["sample"]) for one in drawn}) == len(
-            drawn
-        )  # no sample is drawn twice
+        # no sample is drawn twice
+        assert len({(one["prompt_id"], one["sample"]) for one in drawn}) == len(drawn)
 
 
 def test_dropped_groups_are_replaced_until_the_step_is_full(model_dir, tmp_path):

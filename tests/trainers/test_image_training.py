@@ -200,9 +200,8 @@ def on_a_rank(ranks, directory, output, backend, vision):
     )
     with trainer(directory, output, *changes, "max_steps=3", dataset=mixed()) as run:
         run.train()
-        own = (
-            run.backend.weights if ranks.is_first else run.backend.own_weights
-        )  # the first converts the names
+        # the first converts the names
+        own = run.backend.weights if ranks.is_first else run.backend.own_weights
         return torch.cat([tensor.flatten() for _, tensor in own()])
 
 

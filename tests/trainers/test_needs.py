@@ -151,9 +151,8 @@ def test_the_reference_follows_the_policy_every_n_steps(model_dir, tmp_path):
     run.train()
     kept = dict(run.trainer.backend.weights())
     assert differ(start, weights(reference))
-    assert differ(
-        {name: tensor.clone() for name, tensor in reference.weights()}, kept
-    )  # step 3 moved the policy on
+    # step 3 moved the policy on
+    assert differ({name: tensor.clone() for name, tensor in reference.weights()}, kept)
     measured = [row["kl"] for row in metrics(tmp_path)]
     assert measured[1] > 1e-7
     assert measured[2] == pytest.approx(0, abs=1e-6)
@@ -162,9 +161,8 @@ def test_the_reference_follows_the_policy_every_n_steps(model_dir, tmp_path):
 def test_an_adaptive_coefficient_rises_above_its_target(model_dir, tmp_path):
     algorithm = {"name": "grpo", "kl_coef": 1e-3, "kl_target": 1e-9, "kl_horizon": 1}
     run = trainer(model_dir, tmp_path, algorithm).train().trainer
-    assert run.algorithm.state()["kl_factor"] == pytest.approx(
-        0.8 * 1.2**3
-    )  # the first step is on the reference
+    # the first step is on the reference
+    assert run.algorithm.state()["kl_factor"] == pytest.approx(0.8 * 1.2**3)
 
 
 def test_the_greedy_baseline_is_most_probable_and_never_trains(model_dir, tmp_path):

@@ -130,9 +130,8 @@ def gradient(model, directory, name, **overrides):
     run = make(kind, model, overrides.pop("dataset", dataset), directory, **(options | overrides))
     loop = run.trainer
     move(loop.backend, 0.02)
-    if (
-        loop.preparation.reference is not None
-    ):  # further off, so that KTO's estimate of the divergence is not below 0
+    # further off, so that KTO's estimate of the divergence is not below 0
+    if loop.preparation.reference is not None:
         move(loop.preparation.reference, 0.06)
     loop.publish()
     parts = [
@@ -417,9 +416,8 @@ def test_one_method_continues_from_the_model_of_another(model_dir, tmp_path):
     make(GRPOTrainer, tmp_path / "dpo", prompts(), tmp_path / "grpo", **options).train()
     make(GRPOTrainer, model_dir, prompts(), tmp_path / "fresh", **options).train()
     assert column(tmp_path / "sft", "nll")[-1] < column(tmp_path / "sft", "nll")[0] - 1
-    assert column(tmp_path / "dpo", "loss")[0] == pytest.approx(
-        math.log(2), abs=1e-4
-    )  # its reference is SFT's model
+    # its reference is SFT's model
+    assert column(tmp_path / "dpo", "loss")[0] == pytest.approx(math.log(2), abs=1e-4)
     assert column(tmp_path / "grpo", "reward/mean")[0] > column(tmp_path / "fresh", "reward/mean")[0] + 0.1
 
 

@@ -29,9 +29,8 @@ from rl4llm.core.errors import CheckpointError, RunDirError
 from rl4llm.runs.checkpoint import latest_checkpoint
 from rl4llm.runtime.ranks import Ranks
 
-KILLS = int(
-    os.environ.get("RL4LLM_KILLS", "0")
-)  # at random times, of each backend; 30 for the figure in the docs
+# at random times, of each backend; 30 for the figure in the docs
+KILLS = int(os.environ.get("RL4LLM_KILLS", "0"))
 DDP, FSDP2 = {"name": "torch", "shard": "ddp"}, {"name": "torch", "shard": "fsdp2"}
 ZERO2, ZERO3 = ({"name": "deepspeed", "zero_stage": stage} for stage in (2, 3))
 STEPS, EVERY = 7, 2  # EVERY: steps from one checkpoint to the next
@@ -164,9 +163,8 @@ def trained_until(ranks, moment, *given):
     """Train, until the kill; what says whether it was reached is who is dead."""
     pids = ranks.gather(os.getpid())
     if ranks.is_first:
-        signal.signal(
-            signal.SIGXFSZ, signal.SIG_DFL
-        )  # a file that grows beyond its limit is the end, at once
+        # a file that grows beyond its limit is the end, at once
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         sys.addaudithook(Strike(moment, pids))
     return trained(ranks, *given)

@@ -266,9 +266,8 @@ def test_any_number_of_ranks_draws_the_same_replacements(on_ranks, alone, model_
         for key in ("groups/refills", "groups/dropped", "trajectories", "update/tokens"):
             assert ours.get(key) == theirs.get(key), (ours["step"], key)
     steps = [row for row in metrics(tmp_path / "one") if "loss" in row]
-    assert any(
-        2 * row["groups/refills"] > row["groups/dropped"] for row in steps
-    )  # of a single prompt one rank plays none
+    # of a single prompt one rank plays none
+    assert any(2 * row["groups/refills"] > row["groups/dropped"] for row in steps)
     cursors = [latest_checkpoint(tmp_path / name / "checkpoints").state["prompts"] for name in ("one", "two")]
     assert cursors[0] == cursors[1]
 
@@ -472,9 +471,8 @@ def test_a_rank_that_loses_the_others_reports_it(on_ranks, model_dir, tmp_path, 
 
 def hangs(ranks, directory):
     os.dup2(os.open(directory / str(ranks.rank), os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
-    phase, deadline_s = (
-        ("rollout", 2.0) if ranks.is_first else ("prepare", 1.0)
-    )  # it waits for nobody, so it is last
+    # it waits for nobody, so it is last
+    phase, deadline_s = ("rollout", 2.0) if ranks.is_first else ("prepare", 1.0)
     with Watchdog(ranks, deadline_s=deadline_s) as watchdog, watchdog.phase("step"), watchdog.phase(phase):
         if ranks.is_first:
             time.sleep(300)

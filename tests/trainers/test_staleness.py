@@ -217,9 +217,8 @@ def test_the_next_episodes_play_while_a_step_trains(trainer, tmp_path):
     trainer("run", Asks, algorithm={"name": f"{__name__}:Meets"}, **{"env.max_steps": 2}, max_steps=3).train()
     assert trained.is_set()
     assert [row["staleness"] for row in steps_of(tmp_path / "run")] == [0, 1, 1]
-    assert (
-        len(played_by) == 1 and threading.get_ident() not in played_by
-    )  # what a thread started may die with it
+    # what a thread started may die with it
+    assert len(played_by) == 1 and threading.get_ident() not in played_by
 
 
 def test_the_next_episodes_are_scored_while_a_step_trains(trainer):

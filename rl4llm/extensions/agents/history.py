@@ -26,9 +26,8 @@ class Transcript:
     tools: str
     messages: list[ChatMessage] = field(default_factory=list)
     spans: list[TokenSpan] = field(default_factory=list)
-    answers: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # numbers of messages and spans up to and including each answer
+    # numbers of messages and spans up to and including each answer
+    answers: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

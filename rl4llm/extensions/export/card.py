@@ -26,9 +26,8 @@ from rl4llm.runs.run_dir import RunDir
 from rl4llm.tracking.tracker import read_jsonl
 
 CARD = "README.md"
-DIRECTORY = re.compile(
-    r"""(?:^|(?<=[\s'"=]))[/~][^\s'"<>]*/"""
-)  # of a path that begins at the root, or at home
+# of a path that begins at the root, or at home
+DIRECTORY = re.compile(r"""(?:^|(?<=[\s'"=]))[/~][^\s'"<>]*/""")
 TOLD = ("accuracy", "reward/mean", "loss", "completion_length/mean", "turns")  # of an evaluation
 LICENSE = ("license", "license_name", "license_link")
 PLAIN = "AutoModelForCausalLM"
@@ -357,9 +356,8 @@ def _without_places(config: Config) -> Config:
 def _told(value: Any) -> Any:
     """A configuration without what opens doors beside its secrets: variables of programs, addresses, directories."""
     if isinstance(value, Mapping):
-        hidden = (
-            ("remote", "url", "env") if "command" in value else ("remote", "url")
-        )  # addresses, a program's variables
+        # addresses, a program's variables
+        hidden = ("remote", "url", "env") if "command" in value else ("remote", "url")
         return {key: HIDDEN if key in hidden and item else _told(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_told(item) for item in value]

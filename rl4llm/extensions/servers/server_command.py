@@ -216,9 +216,8 @@ def _program(engine: str, python: str | None) -> str:
             f"Next: install {engine} (without a GPU: scripts/install_{engine}_cpu.sh VENV), and pass its Python with "
             f"--python or {variable}."
         )
-    return os.path.abspath(
-        program
-    )  # not resolved: the target of a symbolic link would belong to another environment
+    # not resolved: the target of a symbolic link would belong to another environment
+    return os.path.abspath(program)
 
 
 def _address(kind: ServerKind, flags: list[str]) -> tuple[str, int, list[str]]:

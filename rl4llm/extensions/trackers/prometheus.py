@@ -55,9 +55,8 @@ class _Gauges(Collector):
         self.values: Mapping[str, float] = {}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        named = {
-            re.sub(r"[^a-zA-Z0-9]", "_", name): name for name in self.values
-        }  # Prometheus refuses a name twice
+        # Prometheus refuses a name twice
+        named = {re.sub(r"[^a-zA-Z0-9]", "_", name): name for name in self.values}
         for allowed, name in named.items():
             entry = find(name)
             about = f"{name}: {entry.meaning}" if entry else name

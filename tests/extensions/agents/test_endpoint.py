@@ -25,9 +25,8 @@ def asking(*bodies, headers=None, path="/chat/completions"):
 
     async def agent(task, base_url, api_key):
         async with httpx.AsyncClient(trust_env=False, verify=TLS) as http:
-            await http.post(
-                f"{base_url}/chat/completions", json={"messages": [USER]}
-            )  # so that the episode has an answer
+            # so that the episode has an answer
+            await http.post(f"{base_url}/chat/completions", json={"messages": [USER]})
             for body in bodies:
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
                 found.append(await http.post(base_url + path, content=content, headers=headers))
@@ -107,9 +106,8 @@ def test_a_request_that_cannot_be_answered_gets_a_clear_error(play, tokenizer, b
     assert re.search(message, error_of(refused)["message"]) and len(refused.text) < 1000
     assert error_of(refused)["type"] == "invalid_request_error"
     (trajectory,) = result.trajectories
-    assert (
-        trajectory.extras["metrics"]["requests"] == len(client.calls) == 2
-    )  # what was refused never reached the engine
+    # what was refused never reached the engine
+    assert trajectory.extras["metrics"]["requests"] == len(client.calls) == 2
 
 
 @pytest.mark.parametrize(("path", "status"), [("/completions", 404), ("/embeddings", 404), ("/models", 405)])

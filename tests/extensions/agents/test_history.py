@@ -78,9 +78,8 @@ def test_rewritten_history_starts_a_record_after_the_shared_part(talk, messages,
     assert first.spans == whole and [span.author for span in fork.spans] == ["context", "policy"]
     assert talk.decode(fork.spans[1].token_ids).startswith("three")
     context_ids = fork.spans[0].token_ids
-    assert list(context_ids) == talk.renderer.first(
-        messages
-    )  # here as the template has it: nothing was sampled oddly
+    # here as the template has it: nothing was sampled oddly
+    assert list(context_ids) == talk.renderer.first(messages)
     if kept:
         shared = whole[0].token_ids + whole[1].token_ids
         assert context_ids[: len(shared)] == shared

@@ -34,9 +34,8 @@ pytestmark = [
     ),
 ]
 STAGES = [0, 1, 2, 3]
-SMALL = {
-    "zero_optimization": {"stage3_param_persistence_threshold": 0}
-}  # else ZeRO-3 leaves small tensors whole
+# else ZeRO-3 leaves small tensors whole
+SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 # Rounding decides about the sign of a step for gradients near 0; eps keeps it from mattering.
 OPTIONS = {
     "lr": 1e-2,
@@ -70,9 +69,8 @@ def losses_of(batch, numbers_BT, entropy_BT):
 def share(trajectories, rank=0, size=1):
     """One rank's micro-batches, filled up with ones that ask nothing, which stand first."""
     totals = totals_of(trajectories)
-    own = [
-        number for number in range(len(trajectories)) if number % 3 % size == rank
-    ]  # not the same number on each
+    # not the same number on each
+    own = [number for number in range(len(trajectories)) if number % 3 % size == rank]
     batches = pack(
         [trajectories[number] for number in own],
         [1.0 - 0.3 * number for number in own],
@@ -468,9 +466,8 @@ def test_an_adapter_is_exported_merged_and_published_alone(on_ranks, build, traj
         torch.testing.assert_close(exported.forward(batch), numbers_BT, atol=1e-5, rtol=0)
         torch.testing.assert_close(plain.forward(batch), frozen_BT, atol=1e-5, rtol=0)
     expected = train(torch_backend(build(family), "lora"), share(trajectories), 3)
-    assert told[0]["grad_norm"] == pytest.approx(
-        expected[2]["grad_norm"], rel=1e-5
-    )  # the frozen passes left no trace
+    # the frozen passes left no trace
+    assert told[0]["grad_norm"] == pytest.approx(expected[2]["grad_norm"], rel=1e-5)
 
 
 def refusals(ranks, model, directory):

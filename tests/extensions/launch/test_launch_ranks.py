@@ -143,9 +143,8 @@ def test_unreachable_rendezvous_is_refused(rendezvous):
 
 def test_loopback_rendezvous_is_refused_for_several_machines(monkeypatch):
     here = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 29500))]
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda *args, **options: here
-    )  # as some systems name themselves
+    # as some systems name themselves
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: here)
     with pytest.raises(ConfigError, match="which other machines cannot reach"):
         Nodes(nnodes=2, rendezvous="trainer:29500").torchrun()
 

@@ -104,9 +104,8 @@ def test_modal_client_starts_trainer_and_servers_on_their_gpus(written):
     files = {file.filename for request in plane.of("MountGetOrCreate") for file in request.files}
     assert {IN_CONTAINER, "/root/rl4llm/extensions/launch/modal_app.py", "/root/mine_for_modal.py"} <= files
     assert "/root/rl4llm/extensions/view/page/style.css" in files  # what is not Python, too
-    assert (
-        _known([])["PYTHONPATH"].split(os.pathsep)[0] == "/root"
-    )  # for processes that Modal does not start itself
+    # for processes that Modal does not start itself
+    assert _known([])["PYTHONPATH"].split(os.pathsep)[0] == "/root"
     assert not [name for name in files if "__pycache__" in name]
 
 
@@ -331,9 +330,8 @@ def test_a_volume_that_modal_does_not_answer_for_is_asked_again():
 
     disk = Disk("none")
     for step in (disk.commit, disk.reload):
-        with pytest.raises(
-            RuntimeError, match="Modal: "
-        ):  # which `volume` waits out; here there is no account
+        # which `volume` waits out; here there is no account
+        with pytest.raises(RuntimeError, match="Modal: "):
             step()
 
 

@@ -189,9 +189,8 @@ def test_the_tokenizer_loads_as_it_was_saved(tokenizer, tmp_path):
     save_model(build_model(tokenizer, seed=0, hidden_size=64, num_layers=2), tokenizer, tmp_path)
     text = 'Ann has 37 coins: {"expression": "37+48"} 1332'
     assert load_tokenizer(tmp_path)(text).input_ids == tokenizer(text).input_ids
-    config = json.loads(
-        (tmp_path / "config.json").read_text()
-    )  # transformers cuts text otherwise beside a Qwen2 model
+    # transformers cuts text otherwise beside a Qwen2 model
+    config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
     assert load_tokenizer(tmp_path)(text).input_ids == tokenizer(text).input_ids
 

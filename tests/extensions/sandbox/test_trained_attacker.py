@@ -278,9 +278,8 @@ def test_a_policy_trained_to_attack_achieves_nothing_forbidden(tmp_path):
             host.close()
     report(tmp_path / "run", Findings)
     assert Findings.forbidden == []
-    assert set(Findings.episodes) >= set(
-        GOLD
-    )  # a load that stops a test in time masks a sample, which is reported
+    # a load that stops a test in time masks a sample, which is reported
+    assert set(Findings.episodes) >= set(GOLD)
 
 
 def report(run, findings):

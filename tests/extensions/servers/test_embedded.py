@@ -553,9 +553,8 @@ def test_a_run_survives_kill_9_of_its_server(model_dir, tmp_path):
     with open(said, "wb") as out:
         launcher = subprocess.Popen([sys.executable, "-m", "rl4llm", *map(str, words)], stderr=out)
     try:
-        while (
-            "is ready at" not in said.read_text()
-        ):  # a server that dies before the launcher saw it does not restart
+        # a server that dies before the launcher saw it does not restart
+        while "is ready at" not in said.read_text():
             assert launcher.poll() is None, said.read_text()
             time.sleep(0.1)
         TwoTurns.victim = launcher

@@ -416,9 +416,8 @@ def test_requests_bypass_a_router_while_it_is_down(play, undisturbed):
 def test_an_id_that_a_router_sent_twice_is_sent_under_another(play, undisturbed):
     async def story(scene):
         for server in scene.servers:
-            server.next(
-                "/generate", reset(after=True)
-            )  # the router comes back to the first of them, which refuses
+            # the router comes back to the first of them, which refuses
+            server.next("/generate", reset(after=True))
         assert_same(await rollout(scene.fleet, prompts=1, group=1), undisturbed)
         assert scene.router.calls["/generate"] == 2
         assert any(server.calls["/generate"] > len(server.rids) for server in scene.servers)
@@ -680,9 +679,8 @@ def test_a_server_is_not_blamed_for_delays_of_this_process(play, weights, tokeni
         for server in scene.servers:
             server.next("/health", *[slow(0.2)] * 20)
         for _ in range(3):
-            await asyncio.to_thread(
-                runner.run, asyncio.sleep(0.15)
-            )  # long enough to begin a health check, not to end it
+            # long enough to begin a health check, not to end it
+            await asyncio.to_thread(runner.run, asyncio.sleep(0.15))
             await asyncio.sleep(1.5)
         await asyncio.to_thread(runner.run, asyncio.sleep(0.1))
         assert not lines
@@ -699,9 +697,8 @@ def test_a_version_published_by_another_rank_is_accepted(play, weights, tokenize
         runner = asyncio.Runner()  # in a thread: the other rank, whose loop stands still while it trains
         await asyncio.to_thread(runner.run, follower.load(replace(weights[1], held=True)))
         scene.servers[0].next("/health", *[slow(0.5)] * 20)
-        await asyncio.to_thread(
-            runner.run, asyncio.sleep(0.2)
-        )  # long enough to begin a health check, not to end it
+        # long enough to begin a health check, not to end it
+        await asyncio.to_thread(runner.run, asyncio.sleep(0.2))
         await scene.fleet.load(weights[2])
         await asyncio.to_thread(runner.run, follower.load(replace(weights[2], held=True)))
         assert not lines

@@ -93,9 +93,8 @@ def test_a_server_starts_from_a_version_and_takes_every_expert(served, tokenizer
         try:
             backend = TorchBackend(load_model(version.path), lr=0.0)
             asked, lengths = canary.token_ids_BT.tolist(), canary.expected(backend)
-            for token_ids, expected_T in zip(
-                asked, lengths, strict=True
-            ):  # as it started, before any publish
+            # as it started, before any publish
+            for token_ids, expected_T in zip(asked, lengths, strict=True):
                 assert await client.score(token_ids) == pytest.approx(expected_T.tolist(), abs=1e-4)
             for number, way in enumerate(WAYS[name], 1):
                 change(backend.model, number)

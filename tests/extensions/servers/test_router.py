@@ -25,9 +25,8 @@ from rl4llm.runtime.ports import free_port
 
 BOOT_S = 240
 STEPS, PROMPTS, GROUP, TURNS = 4, 12, 2, 2
-CANARIES = 2 * (
-    1 + STEPS
-)  # sequences that a server scores as proof of its weights: at the start and after each step
+# sequences that a server scores as proof of its weights: at the start and after each step
+CANARIES = 2 * (1 + STEPS)
 
 
 class Started:
@@ -148,9 +147,8 @@ def test_a_run_through_the_router_uses_both_servers(servers, model_dir, tmp_path
     assert [step["trajectories"] for step in steps] == [PROMPTS * GROUP] * STEPS
     assert steps[-1]["fleet/attempts"] == STEPS * PROMPTS * GROUP * TURNS
     assert steps[-1]["fleet/failures"] == steps[-1]["fleet/left"] == 0
-    each = (
-        STEPS * PROMPTS * GROUP * TURNS // 2 + CANARIES
-    )  # it takes turns, and the canary asks each server itself
+    # it takes turns, and the canary asks each server itself
+    each = STEPS * PROMPTS * GROUP * TURNS // 2 + CANARIES
     sampled = 2  # the canary's tokens, by the first server
     answers = [server.answers() - count for server, count in zip(servers, before, strict=True)]
     assert answers == [each + sampled, each]

@@ -184,9 +184,8 @@ def test_memory_of_a_killed_run_is_freed_at_the_next_start(memory, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-    assert (
-        shared_memory.place_of(tmp_path / "killed").parent == held
-    )  # the run itself resumes in its directory
+    # the run itself resumes in its directory
+    assert shared_memory.place_of(tmp_path / "killed").parent == held
     assert held.exists()
     time.sleep(0.01)
     shared_memory.place_of(tmp_path / "next")

@@ -48,9 +48,8 @@ class GlooServer(TensorServer):
             return dist.ProcessGroupGloo(store, body["rank_offset"], world, WAIT)
 
         async def joining():
-            async with (
-                self.busy
-            ):  # a server does nothing else while it joins, even if no client waits for its answer
+            # a server does nothing else while it joins, even if no client waits for its answer
+            async with self.busy:
                 return await asyncio.to_thread(join)
 
         self.joined[name] = await asyncio.shield(asyncio.create_task(joining()))
@@ -163,9 +162,8 @@ def test_a_server_that_refuses_to_join_holds_up_nobody(play, caplog):
         servers[0].next("/init_weights_update_group", *[status(400, text="no route")] * 2)
         begin = time.monotonic()
         weight_ref = await TensorPublisher(fleet, "distributed").publish(backend, 1)
-        assert (
-            time.monotonic() - begin < WAIT.total_seconds() / 2
-        )  # the other one does not wait for its timeout
+        # the other one does not wait for its timeout
+        assert time.monotonic() - begin < WAIT.total_seconds() / 2
         assert await proven(fleet, backend, weight_ref)
         assert servers[1].weight_version == "1"
         [line] = [record.getMessage() for record in caplog.records if "its own" in record.getMessage()]

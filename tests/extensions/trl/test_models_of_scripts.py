@@ -40,9 +40,8 @@ def alone(directory, token_ids):
 def test_classifier_scores_what_trl_shows_it(classifier_dir, tokenizer, as_object):
     model = AutoModelForSequenceClassification.from_pretrained(classifier_dir)
     item = model if as_object else str(classifier_dir)
-    ends = (
-        tokenizer.eos_token
-    )  # what the text ends with; the classifier of transformers would take it for padding
+    # what the text ends with; the classifier of transformers would take it for padding
+    ends = tokenizer.eos_token
     said = [[{"role": "assistant", "content": text}] for text in ("coins", "a lot of coins, and more")]
     judge = as_function(item, plain=False)
     found = judge(prompts=[ASKED] * 2, completions=said, other=[1, 2])

@@ -60,9 +60,8 @@ FORMATS: Registry[CallFormat] = Registry(
         "tool_calls": "rl4llm.envs.tools.formats.objects:TOOL_CALLS",
     },
 )
-_MARK = re.compile(
-    r"[<\[\]].*\w"
-)  # what is no mark of a format alone begins otherwise, such as { and ```python
+# what is no mark of a format alone begins otherwise, such as { and ```python
+_MARK = re.compile(r"[<\[\]].*\w")
 _PROBE = ToolCall(
     "probe_lookup", {"expression": '37 + "48"\n<b> {c}', "code": "0085", "count": 85, "words": ["a", "b"]}
 )

@@ -131,9 +131,8 @@ def check_mask(trajectories: Sequence[Trajectory], batches: Sequence[TrainBatch]
         pair
         for trajectory in trajectories
         for span in _policy_spans(trajectory)
-        for pair in zip(
-            span.token_ids, torch.tensor(span.logprobs).tolist(), strict=True
-        )  # as fp32, like the batch
+        # as fp32, like the batch
+        for pair in zip(span.token_ids, torch.tensor(span.logprobs).tolist(), strict=True)
     )
     found: Counter[tuple[int, float]] = Counter()
     for batch in batches:

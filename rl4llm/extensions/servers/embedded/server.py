@@ -262,9 +262,8 @@ class EmbeddedServer:
             and not hmac.compare_digest(given.encode(), self._key.encode())
         ):
             raise RequestError("The API key is missing or wrong.", status=401, code="invalid_api_key")
-        if (
-            request.method == "POST" and request.content_type != "application/json"
-        ):  # as forms of websites send
+        # as forms of websites send
+        if request.method == "POST" and request.content_type != "application/json":
             raise RequestError("Content-Type must be application/json.", status=415)
 
 

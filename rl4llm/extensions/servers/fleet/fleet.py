@@ -217,9 +217,8 @@ class FleetClient(BaseClient):
                 result = await self._answer(member, ask(member))
             except UnreachableError as error:
                 self._failed(member, error)
-                trip.failures += not isinstance(
-                    error, NotConnectedError
-                )  # else the server never saw the request
+                # else the server never saw the request
+                trip.failures += not isinstance(error, NotConnectedError)
                 if trip.failures >= self._retry.attempts:
                     raise
                 self._pool.counts["retries"] += 1

@@ -210,9 +210,8 @@ class Upkeep:
                 await member.client.http.knock(deadline_s=self._limits.connect_s)
                 async with asyncio.timeout(self._limits.check_deadline_s):
                     if member is not self.router:
-                        await (
-                            member.client.resume()
-                        )  # a failed load or a dead trainer may have left it paused
+                        # a failed load or a dead trainer may have left it paused
+                        await member.client.resume()
                     await self._ask_health(member)
                 target = self.target
                 if target is not None and member is not self.router:

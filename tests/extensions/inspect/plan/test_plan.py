@@ -139,9 +139,8 @@ def test_each_model_of_a_run_counts_once_and_only_where_it_is(small):
         "reference" not in of({"algorithm": {"name": "grpo", "kl_coef": 0.1}, "model.lora.rank": 4})["update"]
     )
     critic = of({"algorithm": {"name": "ppo"}})
-    assert (
-        critic["update"]["critic"] == critic["critic"]["critic"] == pytest.approx(3 * whole)
-    )  # weights and two moments
+    # weights and two moments
+    assert critic["update"]["critic"] == critic["critic"]["critic"] == pytest.approx(3 * whole)
     elsewhere = of({"inference": {"name": "sglang"}})
     assert "KV cache" in plain["rollout"] and "KV cache" not in elsewhere["rollout"]
     cohosted = of({"inference": {"name": "sglang", "cohost": True}})["rollout"]
