@@ -67,8 +67,8 @@ class Batching:
     positions: Positions | None = None
 
     def __post_init__(self) -> None:
-        # refuses an unknown aggregation, and "constant" without a length to divide by
         one = np.ones(1, np.int64)
+        # Refuses an unknown aggregation, and "constant" without a length to divide by.
         AGGREGATIONS[self.aggregation](one, one, StepTotals(1, 1), self.constant_length)
 
     def budget(self, lengths: Iterable[int]) -> int:

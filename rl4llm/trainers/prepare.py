@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,30 +32,20 @@ class Prepared:
     metrics: dict[str, float]
 
 
+@dataclass(kw_only=True, eq=False)
 class Preparation:
     """Serves every algorithm: it reads the needs and fulfils them.
 
     `policy` is the model that trains; `reference` and `critic` are set if the algorithm needs them.
     """
 
-    def __init__(
-        self,
-        *,
-        algorithm: BaseAlgorithm,
-        policy: BaseBackend,
-        batching: Batching,
-        temperature: float = 1.0,
-        reference: TokenScorer | None = None,
-        critic: BaseBackend | None = None,
-        ranks: Ranks | None = None,
-    ):
-        self.algorithm = algorithm
-        self.policy = policy
-        self.batching = batching
-        self.temperature = temperature
-        self.reference = reference
-        self.critic = critic
-        self.ranks = ranks or Ranks()
+    algorithm: BaseAlgorithm
+    policy: BaseBackend
+    batching: Batching
+    temperature: float = 1.0
+    reference: TokenScorer | None = None
+    critic: BaseBackend | None = None
+    ranks: Ranks = field(default_factory=Ranks)
 
     def prepare(self, groups: Sequence[Group], step: int) -> Prepared:
         """Return the optimizer steps after `step` finished steps, from groups that train."""
