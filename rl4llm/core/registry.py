@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from opcode import opmap
 from pathlib import Path
+from pkgutil import iter_modules
 from types import FrameType
 from typing import Any, Generic, TypeVar, cast, overload
 
@@ -254,10 +255,21 @@ def imported(where: str, name: str, accepted: str = "'package.module:function'")
         known = dir(module := importlib.import_module(module_name))
         return getattr(module, attribute)
     except (ImportError, AttributeError, ValueError, TypeError, SyntaxError, NameError) as error:
+        near = did_you_mean(attribute, known) if known else _close_module(module_name, error)
         raise ConfigError(
-            f"{where}={name!r} cannot be imported: {error}.{did_you_mean(attribute, known)} Accepted: {accepted}, "
+            f"{where}={name!r} cannot be imported: {error}.{near} Accepted: {accepted}, "
             "found from the directory that the command is run in, or on PYTHONPATH."
         ) from error
+
+
+def _close_module(module: str, error: Exception) -> str:
+    """Return the module that was meant as a sentence; "" for an error within a module that is there."""
+    missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+    if not missing or not f"{module}.".startswith(f"{missing}."):
+        return ""
+    package = missing.rpartition(".")[0]
+    places = getattr(sys.modules.get(package), "__path__", []) if package else None
+    return did_you_mean(missing, [f"{package}.{found.name}".lstrip(".") for found in iter_modules(places)])
 
 
 def import_name(item: object) -> str | None:

@@ -45,6 +45,14 @@ def test_modules_of_the_working_directory_are_found_last(tmp_path, monkeypatch, 
             r"cannot be imported: No module named 'nowhere'.*the directory that the command is run in",
         ),
         (
+            "pathlb:Path",
+            r"cannot be imported: No module named 'pathlb'\. Did you mean 'pathlib'\?",
+        ),
+        (
+            "importlib.resorces:files",
+            r"No module named 'importlib\.resorces'\. Did you mean 'importlib\.resources'\?",
+        ),
+        (
             "pathlib:Pth",
             r"cannot be imported: module 'pathlib' has no attribute 'Pth'\. Did you mean 'Path'\?",
         ),

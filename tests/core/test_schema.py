@@ -128,6 +128,10 @@ def test_the_message_says_what_is_accepted():
             {"unit": "token"},
             "inner.unit='token' is not accepted: tokens or chars or null. Did you mean 'tokens'?",
         ),
+        (
+            {"unit": "Chars"},
+            "inner.unit='Chars' is not accepted: tokens or chars or null. Did you mean 'chars'?",
+        ),
     ],
 )
 def test_ranges_and_choices_stand_beside_the_field(wrong, says):
