@@ -210,10 +210,7 @@ class Pairs(_WithAnswers):
         for column, messages in (("chosen", chosen), ("rejected", rejected)):
             _check_follows(where, column, messages)
         check_replies(where, "chosen", chosen)  # an empty answer may well be the rejected one
-        margin = row.get("margin", 0.0)
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < math.inf:
-            raise DataError(f"{where}: margin={margin!r:.60} is not accepted. Accepted: a number, 0 or more.")
-        answers = {"chosen": _dicts(chosen), "rejected": _dicts(rejected), "margin": float(margin)}
+        answers = {"chosen": _dicts(chosen), "rejected": _dicts(rejected), "margin": _margin(where, row)}
         return prompt, answers, (_dicts(prompt), answers)
 
 
@@ -364,6 +361,18 @@ def _check_follows(where: str, column: str, messages: Messages) -> None:
             f"{where}: {column} must continue with an answer of the assistant, but {found} follows the prompt."
         )
     check_learned(where, column, messages)
+
+
+def _margin(where: str, row: Mapping[str, Any]) -> float:
+    """Return the margin of a pair, which is text in a .csv; null is 0. Raises DataError for anything else."""
+    stored = row.get("margin")
+    try:
+        margin = 0.0 if stored is None else float("nan" if isinstance(stored, bool) else stored)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not 0 <= margin < math.inf:
+        raise DataError(f"{where}: margin={stored!r:.60} is not accepted. Accepted: a number, 0 or more.")
+    return margin
 
 
 def _dicts(messages: Messages) -> list[dict[str, Any]]:

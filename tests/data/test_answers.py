@@ -130,6 +130,7 @@ def test_a_pairs_prompt_gets_system_prompt_and_template():
         ),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": -1}, "margin=-1 is not accepted"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "margin='big' is not accepted"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": True}, "margin=True is not accepted"),
     ],
 )
 def test_a_row_without_a_pair_is_refused_with_its_line(row, reason, tmp_path):
@@ -138,6 +139,12 @@ def test_a_row_without_a_pair_is_refused_with_its_line(row, reason, tmp_path):
         load_rows(path, learns_from="pairs")
     assert str(caught.value).startswith(f"{path}:2: ")
     assert reason in str(caught.value)
+
+
+def test_margins_of_a_csv_file_are_numbers(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,chosen,rejected,margin\np,a,b,0.5\np,c,d,\np,e,f,2\n")
+    rows = load_rows(tmp_path / "a.csv", learns_from="pairs")
+    assert [row["margin"] for row in rows] == [0.5, 0.0, 2.0]
 
 
 def test_labels_of_a_csv_file_are_read(tmp_path):
