@@ -308,6 +308,13 @@ def _correction(values: Values) -> Keys:
     }
 
 
+def turns(values: Values, facts: TrainingFacts) -> Keys:
+    """Bound the turns of episodes with tools; without tools an episode has one turn."""
+    calls, tools = values["max_tool_calling_iterations"], values.get("tools")
+    played = tools or values.get("environment_factory") is not None
+    return {"env.max_steps": calls + 1} if played and calls is not None else {}
+
+
 def leave_one_out(values: Values, facts: TrainingFacts) -> Keys:
     """Sum the tokens of an answer, and take the mean over answers, as REINFORCE does."""
     if batches(values, facts)["training.updates_per_rollout"] * values["num_iterations"] > 1:
@@ -356,6 +363,7 @@ OF_EPISODES = (
     Joint(("epsilon", "epsilon_high", "delta"), clipping),
     Joint(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), reference),
     Joint(("entropy_coef",), entropy),
+    Joint(("max_tool_calling_iterations",), turns),
     Joint(
         (
             *("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port"),

@@ -100,8 +100,6 @@ class Script:
                         f"{' and '.join(set_names)} becomes {key}, which is also set. Set only one of them."
                     )
             keys |= {key: value for key, value in found.items() if key not in ours}
-        if not self.given.get("tools") and self.given.get("environment_factory") is None:
-            keys.pop("env.max_steps", None)  # which bounds calls of tools
         self._warn()
         return keys
 

@@ -122,7 +122,6 @@ KEYS: Mapping[str, Callable[[Any], Keys]] = {
     "on_cpu": lambda on: {"model.device": "cpu"} if on else {},
     "optimizer": _optimizer,
     "template_args": lambda options: {"env.template_args": dict(options)} if options else {},
-    "turns": lambda calls: {} if calls is None else {"env.max_steps": calls + 1},
 }
 """What `by` names where the value becomes other keys, or none."""
 
