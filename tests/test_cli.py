@@ -172,7 +172,7 @@ def test_eval_measures_the_model_that_it_names(run, model_dir, tmp_path, capsys,
     named = told(
         capsys, "eval", "moved/config.yaml", *keys, "--model", "other", "--json", "--out", "named.json"
     )
-    assert (named["step"], named["model"]) == (0, "other")
+    assert (named["step"], named["model"]) == (None, "other")
     assert named["metrics"]["surprise"] != last["metrics"]["surprise"]
 
     written = json.loads((tmp_path / "named.json").read_text())
@@ -182,6 +182,13 @@ def test_eval_measures_the_model_that_it_names(run, model_dir, tmp_path, capsys,
     assert main(["eval", "moved/config.yaml", *keys, "--json", "--compare", "others.json"]) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "4 problems have the same id in others.json, but another question" in said
+    assert "was measured with" not in said
+    prompted = [*keys, "env.max_steps=2", "eval.temperature=0.5", "--json", "--compare", "named.json"]
+    assert main(["eval", "moved/config.yaml", *prompted]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "named.json was measured with env.max_steps=3, now it is 2." in said
+    assert "named.json was measured with eval.temperature=0.0, now it is 0.5." in said
+    assert said.count("was measured with") == 2
 
 
 def test_eval_with_a_dataset_configuration_samples_prompts(model_dir, tmp_path, capsys):

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from rl4llm.extensions.evaluate.scores import Difference, Problem, Score
 
 WORSE = 3  # the exit code of --fail-if-worse
+SETUP = (
+    *("data.system_prompt", "data.prompt_template", "env.", "rewards", "parts.", "eval.temperature"),
+    *("rollout.max_tokens", "rollout.top_", "rollout.stop"),
+)
+"""Keys, or the beginnings of keys, that change the results of a model on the same problems."""
 EXAMPLES, EXAMPLE_CHARS = 3, 300  # questions that are shown, and how much of a text
 
 
@@ -71,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.evaluate.named import benchmarks_in
     from rl4llm.extensions.evaluate.scores import other_questions
 
-    before, baseline = ({}, None) if arguments.compare is None else _read(arguments.compare)
+    before, baseline = (None, None) if arguments.compare is None else _read(arguments.compare)
     names = benchmarks_in(arguments.config)
     report = _by_name(arguments, names, ks) if names else _of_config(arguments, ks)
     changed = {} if baseline is None else report.differences(report.problems, baseline, ks)
@@ -85,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(report.result)
     else:
         show(*report.tables)
-    if baseline is None:
+    if before is None or baseline is None:
         return 0
     if others := other_questions(report.problems, baseline):
         say(f"{others} problems have the same id in {arguments.compare}, but another question.")
@@ -95,15 +100,22 @@ def run(arguments: argparse.Namespace) -> int:
 def _compared(
     arguments: argparse.Namespace,
     report: _Report,
-    before: Mapping[str, Mapping[str, Any]],
+    before: Mapping[str, Any],
     changed: Mapping[str, Difference],
 ) -> int:
-    """Show the differences from an earlier result, whose definitions are `before`; return the exit code."""
+    """Show the differences from an earlier result, `before`, and what was set otherwise in it; return the exit code."""
+    from rl4llm.config import flatten
+
     if not changed:  # the results are shown before this error
         raise DataError(
             f"{arguments.compare} has none of these problems. Compare results on the same held-out set."
         )
-    for name, item in before.items():
+    earlier, own = (flatten(result.get("setup", {})) for result in (before, report.result))
+    for key in sorted(earlier.keys() | own.keys()) if "setup" in before else ():
+        was, now = earlier.get(key), own.get(key)
+        if was != now:
+            say(f"{arguments.compare} was measured with {key}={was!r}, now it is {now!r}.")
+    for name, item in before.get("benchmarks", {}).items():
         now = report.result.get("benchmarks", {}).get(name, item)
         # A result of fewer problems has another hash.
         other_rows = now["hash"] != item["hash"] and now["problems"] == item["problems"]
@@ -130,6 +142,7 @@ class _Report:
 
 def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
     """Measure the held-out set of a configuration."""
+    from rl4llm.config import as_written, flatten
     from rl4llm.extensions.evaluate.play import evaluate, load
     from rl4llm.extensions.evaluate.scores import INTERVALS, differences, scores
 
@@ -142,6 +155,8 @@ def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
         measured = evaluate(config, arguments.samples, of_run=arguments.model is None)
     found = scores(measured.problems, ks)
     result = measured.about() | {"scores": _plain(found), "intervals": INTERVALS, "metrics": measured.metrics}
+    written = flatten(as_written(config))
+    result["setup"] = {key: written[key] for key in written if key.startswith(SETUP)}
     how = f"{measured.samples} sample(s) at temperature {measured.temperature:g}"
     title = f"{measured.model} on the held-out set of {arguments.config}, {how}"
     tables: list[Table | str] = [_scores_table(title, found), _metrics_table(measured.metrics)]
@@ -235,13 +250,13 @@ def _write(file: Path, result: Mapping[str, Any]) -> None:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the definitions of the benchmarks in an earlier result, and its problems."""
+    """Return an earlier result, and its problems."""
     from rl4llm.extensions.evaluate.scores import Problem
 
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
         rows = [{**row, "rewards": tuple(map(float, row["rewards"]))} for row in result["per_problem"]]
-        return result.get("benchmarks", {}), [Problem(**row) for row in rows]
+        return result, [Problem(**row) for row in rows]
     except OSError as error:
         raise DataError(f"--compare {file} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:

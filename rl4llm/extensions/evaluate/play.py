@@ -47,7 +47,7 @@ class Evaluation:
     """
 
     model: str
-    step: int
+    step: int | None  # None for a model that is measured apart from any run
     samples: int
     temperature: float
     seed: int
@@ -89,7 +89,8 @@ def evaluate(
     try:
         with _at_work(_only_held_out(config), checkpoint, given) as trainer, _reporting(trainer):
             result = trainer.play_held_out(samples)
-            metrics, step = summarize(result.groups, result.failed), trainer.step
+            metrics = summarize(result.groups, result.failed)
+            step = trainer.step if of_run and given is None else None
     except DataError as error:
         if learns_from == "episodes":
             raise
