@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -29,8 +30,25 @@ from rl4llm.runtime.threads import LateError, within
 
 GRACE_S = 30.0
 MEND = ". If the model's arguments were wrong, the tool should raise rl4llm.ToolError; env.on_error=answer shows any error"
-_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 logger = logging.getLogger("rl4llm.envs")
+
+
+def _as_json(value: Any) -> Any:
+    """Return what stands for a value that JSON does not have; raise EnvError where that would be an address in memory."""
+    if isinstance(value, bytes | bytearray):
+        return value.decode(errors="replace")
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)  # in one order in every process
+    if hasattr(value, "tolist"):  # of NumPy or torch
+        return value.tolist()
+    if re.search(r" at 0x[0-9a-f]+>", text := str(value)):
+        raise EnvError(
+            f"it returned an object of type {type(value).__name__}, which no model can read. Next: return text or JSON."
+        )
+    return text
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, default=_as_json)
 
 
 class Reply(NamedTuple):
@@ -260,6 +278,7 @@ class ToolMDPEnv(BaseMDPEnv):
 
     def _text(self, result: Any) -> str:
         """Return a result as valid Unicode of at most `max_reply_chars` characters."""
+        result = _as_json(result) if isinstance(result, bytes | bytearray) else result
         if not isinstance(result, str):
             try:
                 result = "no result" if result is None else _JSON.encode(result)

@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.types import SamplingParams, WeightRef
@@ -132,6 +133,10 @@ def returns(value):
         ({"a": [1, None, "é"]}, '{"a": [1, null, "é"]}'),
         (float("nan"), "NaN"),
         (object, "\"<class 'object'>\""),
+        ("grüß".encode(), "grüß"),
+        ({"out": b"1\xff"}, '{"out": "1\ufffd"}'),
+        ({"b", "a", "c"}, '["a", "b", "c"]'),
+        ([torch.tensor(1.5), torch.arange(3)], "[1.5, [0, 1, 2]]"),
         ("x" * 10_000_000, "x" * 2000),
         ("half \ud800.", "half ?."),
         ("", ""),
@@ -146,6 +151,14 @@ def returns(value):
 def test_tool_results_and_errors_become_short_valid_text(answers, value, shown):
     (answer,) = answers(call("give"), tools=[returns(value)], on_error="answer")
     assert answer == shown or (isinstance(value, int) and answer.startswith(shown))
+
+
+@pytest.mark.parametrize("value", [object(), [iter([1])]])
+def test_a_tool_result_without_text_fails_the_sample(play, value):
+    """Its address in memory is all that the model could read, another one in each process."""
+    result, _, _ = play([call("give")], tools=[returns(value)], on_error="answer")
+    assert result.failed[0].failure_class == "tool/give"
+    assert "it returned an object of type" in result.failed[0].failure
 
 
 @pytest.mark.parametrize(
