@@ -696,6 +696,27 @@ def test_length_of_turns_that_a_part_sets_has_no_note():
         assert len(list(unset_notes(setup, None))) == count
 
 
+def test_texts_that_nobody_means_are_refused_or_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("prompt.txt").write_text("Be brief.")
+    for override, message in (
+        ("rollout.stop=[\\n]", "a backslash and a letter. .* write 'rollout.stop="),
+        ('rollout.stop=[""]', "ends each turn at once"),
+        ("data.system_prompt=@prompt.txt", r'is a file, .* data\.system_prompt="\$\(cat prompt\.txt\)"'),
+    ):
+        config = load_config(overrides=["model.path=m", override])
+        with pytest.raises(ConfigError, match=message):
+            check_choices(config, Given(), build_algorithm(config).needs())
+    for prompt, expected in (
+        ("{prompt}\\nAnswer:", 1),
+        ('"{prompt}\\nAnswer:"', 0),
+        ("Is $\\nu \\neq 0$? {prompt}", 0),
+    ):
+        config = load_config(overrides=["model.path=m", f"data.prompt_template={prompt}", "training.lr=1e-6"])
+        told = warnings_of(config, build_algorithm(config).needs())
+        assert len([line for line in told if "a backslash and an n" in line]) == expected
+
+
 def test_rate_that_a_program_sets_has_no_warning():
     config = load_config(overrides={"model.path": "m"})
     assert rate_warnings(config)

@@ -59,6 +59,12 @@ def test_every_configuration_file_is_valid(path):
         ("output.dir=$NOT_SET/x", "output.dir='$NOT_SET/x': $NOT_SET is not set or unknown on this machine"),
         ("output.dir=~nobody-here/x", "~nobody-here is not set or unknown on this machine"),
         ("max_steps", "'max_steps' is not an override"),
+        ("output.dir=s3://bucket/run", "output.dir='s3://bucket/run' is an address, not a path."),
+        (
+            "data.system_prompt=None",
+            "data.system_prompt='None' is not accepted: a string or null. Did you mean null?",
+        ),
+        ("curriculum=none", "Did you mean null?"),
     ],
 )
 def test_a_wrong_override_is_refused_with_what_would_be_right(override, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -74,6 +75,7 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
         )
     _check_mixture(config, given, needs.learns_from)
     for name, part in by_part(config).items():
+        in_part(name, _check_texts, part)
         # Hosts have their own environments and rewards.
         hosted = part.env.get("remote") or config.launch.env_hosts
         in_part(name, *((check_values, "env", EnvKeys, part.env) if hosted else (_check_part, part, given)))
@@ -91,7 +93,7 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
 
 def warnings_of(config: Config, needs: Needs) -> list[str]:
     """Return warnings about choices that are accepted, and about the installed torch."""
-    warnings = [*untested_torch(torch.__version__), *rate_warnings(config)]
+    warnings = [*untested_torch(torch.__version__), *rate_warnings(config), *_escapes(config)]
     if needs.learns_from != "episodes":
         return warnings
     without = [name for name, part in by_part(config).items() if part.env.get("tools") == []]
@@ -113,6 +115,17 @@ def warnings_of(config: Config, needs: Needs) -> list[str]:
         *warnings,
         "rollout.temperature=0: every episode is the policy's most probable one, so the policy explores nothing and has "
         "little to learn from. Training usually needs rollout.temperature=1.0. For evaluation set eval.temperature.",
+    ]
+
+
+def _escapes(config: Config) -> list[str]:
+    r"""Return warnings about texts of prompts with a ``\n`` that a shell or single quotes kept; TeX has no such command."""
+    return [
+        f"{f'parts.{part}.' if part else ''}data.{key} has a backslash and an n, which the policy reads as such. For a line "
+        f"break put double quotes around the text, as in 'data.{key}=\"a\\nb\"'."
+        for part, own in by_part(config).items()
+        for key in ("system_prompt", "prompt_template")
+        if re.search(r"\\n(?![a-z])", getattr(own.data, key) or "")
     ]
 
 
@@ -173,6 +186,22 @@ def in_part(name: str, function: Callable[..., T], *args: Any) -> T:
         if not name:
             raise
         raise type(error)(f"parts.{name}: {error}") from error
+
+
+def _check_texts(part: Config) -> None:
+    """Raise ConfigError for a text that no user means as it is: an empty stop, an escape sequence, the name of a file."""
+    for stop in part.rollout.stop:
+        if not stop or re.fullmatch(r"(\\[nrt])+", stop):
+            what = "is a backslash and a letter" if stop else "ends each turn at once"
+            raise ConfigError(
+                f"rollout.stop: {stop!r} {what}. Next: for a line break write 'rollout.stop=[\"\\n\"]'."
+            )
+    prompt = part.data.system_prompt or ""
+    if os.path.isfile(os.path.expanduser(prompt.removeprefix("@"))):
+        raise ConfigError(
+            f"data.system_prompt={prompt!r} is a file, but the key takes the text itself. Next: "
+            f'data.system_prompt="$(cat {prompt.removeprefix("@")})".'
+        )
 
 
 def _check_part(part: Config, given: Given) -> None:

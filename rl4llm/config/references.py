@@ -34,7 +34,7 @@ def references_in(merged: DictConfig) -> References:
 
 
 def expand_paths(merged: DictConfig) -> None:
-    """Expand ``~`` and ``$NAME`` in the values of `PATH_KEY`. Raises ConfigError for an unset variable or a Windows path."""
+    """Expand ``~`` and ``$NAME`` in the values of `PATH_KEY`. Raise ConfigError for unset variables, Windows paths, URLs."""
     for path, text in _leaves(OmegaConf.to_container(merged)):
         if isinstance(text, str) and PATH_KEY.fullmatch(str(path[-1])):
             _holder(merged, path)[path[-1]] = _expanded(".".join(map(str, path)), text)
@@ -46,6 +46,11 @@ def _expanded(key: str, text: str) -> str:
         raise ConfigError(
             f"{key}={text!r} is a path of Windows, which this system cannot open. Next: write its path here; under "
             f"WSL it is /mnt/{drive}/{rest} if the shell kept all backslashes."
+        )
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text):
+        raise ConfigError(
+            f"{key}={text!r} is an address, not a path. Accepted: a directory or file that this machine has, or for a model "
+            "and data a name on the hub."
         )
     found = os.path.expanduser(os.path.expandvars(text))
     if unset := re.match(r"~[^/]*|.*?(\$\w+)", found):

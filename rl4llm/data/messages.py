@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl4llm.core.errors import ConfigError, TemplateError
+from rl4llm.core.errors import ConfigError, TemplateError, did_you_mean
 from rl4llm.core.message import ROLES, THOUGHTS
 from rl4llm.core.types import ChatMessage
 
+_TRUTHS = ("true", "false", "yes", "no", "on", "off")
 _BARE: Mapping[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 # bytes per byte under Unicode normal form KC, the most that a tokenizer's normalizer makes of a text
 _MAX_EXPANSION = 11
@@ -116,6 +118,25 @@ def checked_args(template_args: Any) -> dict[str, Any]:
             "such as {enable_thinking: false}."
         )
     return dict(template_args or {})
+
+
+def unread_args(args: Mapping[str, Any], source: str) -> set[str]:
+    """Return notes about the variables that the source of a template does not read.
+
+    Raises ConfigError for a text such as 'no', which is true in a template, unless the source compares with it.
+    """
+    words = set(re.findall(r"\w+", source)) - {"add_generation_prompt", "messages"}
+    for name, value in args.items():
+        truth = isinstance(value, str) and value.lower() in _TRUTHS
+        if truth and not re.search(f"['\"]{value}['\"]", source):
+            raise ConfigError(
+                f"env.template_args: {name}={value!r} is a string, which is true in a template. Accepted: true or false."
+            )
+    return {
+        f"it does not read {name!r} of env.template_args.{did_you_mean(name, words)} The variable has no effect"
+        for name in args
+        if name not in words
+    }
 
 
 def plain(value: Any) -> Any:

@@ -26,6 +26,7 @@ from rl4llm.data.messages import (
     plain,
     shown_message,
     shows_reasoning,
+    unread_args,
     with_description,
 )
 from rl4llm.data.special import SpecialTokens, framed
@@ -86,7 +87,6 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.tools = [dict(tool) for tool in tools] if tools else None
         self.name = f"{tokenizer.name_or_path or 'unnamed'} ({type(tokenizer).__name__})"
-        self.notes: set[str] = set()  # what users should know, found while probing
         self._args = checked_args(template_args)
         source = framed(self._checked_source(), tokenizer)
         self.tells_time = "strftime_now" in source
@@ -94,6 +94,7 @@ class ChatTemplate:
             told = "".join(f".replace('%{letter}', '{day.strftime('%' + letter)}')" for letter in _DIRECTIVES)
             source = f"{{% macro strftime_now(format) %}}{{{{ format{told} }}}}{{% endmacro %}}\n{source}"
         self._source = source
+        self.notes = unread_args(self._args, source)  # what users should know; probes add more
         taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         for name in self._args:
             if name in taken - {"documents", "kwargs"}:

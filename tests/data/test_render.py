@@ -271,6 +271,16 @@ def test_unknown_template_arguments_are_refused_by_name(name, tokenizers):
         Renderer(tokenizers["chatml_tools"], template_args={name: True})
 
 
+def test_a_template_variable_without_effect_is_named():
+    tokenizer = chatml("{% if enable_thinking %}{{ messages[0].content }}{% endif %}{{ mode == 'off' }}")
+    read = ChatTemplate(tokenizer, template_args={"enable_thinking": False, "mode": "off"})
+    assert read.notes == set()
+    (note,) = ChatTemplate(tokenizer, template_args={"enable_thinkin": False}).notes
+    assert "does not read 'enable_thinkin'" in note and "Did you mean 'enable_thinking'?" in note
+    with pytest.raises(ConfigError, match="enable_thinking='No' is a string"):
+        ChatTemplate(tokenizer, template_args={"enable_thinking": "No"})
+
+
 def test_every_turn_gets_the_prompt_that_opens_a_thought(tokenizers):
     tokenizer = tokenizers["reasoner"]
     renderer = Renderer(tokenizer)
