@@ -173,7 +173,8 @@ def test_a_finished_run_is_a_table_and_a_page(kernel):
     assert "rl4llm view table" in kernel.run("trainer.view()")
     page = kernel.shown[0][1]["data"]["text/html"]
     assert (
-        page.startswith('<iframe sandbox="allow-scripts" srcdoc="&lt;!doctype html') and "</" not in page[:-9]
+        page.startswith('<iframe sandbox="allow-scripts allow-downloads" srcdoc="&lt;!doctype html')
+        and "</" not in page[:-9]
     )
 
 

@@ -19,6 +19,7 @@ from rl4llm.tracking.tracker import read_jsonl
 
 REFRESH_S = 1.0
 PAGE_PIXELS = 720
+BASE = '<base href="about:srcdoc">'  # without it links in a frame lead to the notebook
 BETWEEN = " \N{MIDDLE DOT} "
 
 
@@ -127,7 +128,8 @@ class NotebookPage:
 
     def __init__(self, run: Path, episodes: int):
         self._run = run
-        self._page, _ = report(find_runs([str(run)]), episodes)
+        page, _ = report(find_runs([str(run)]), episodes)
+        self._page = page.replace("<head>", f"<head>{BASE}", 1)
 
     def __repr__(self) -> str:
         return f"Next: `rl4llm view {self._run}` shows this run in a browser."
@@ -135,4 +137,5 @@ class NotebookPage:
     def _repr_html_(self) -> str:
         """Return a frame without access to the notebook: what a model wrote is in it."""
         style = f"width: 100%; height: {PAGE_PIXELS}px; border: 1px solid #ccc; border-radius: 6px"
-        return f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self._page)}" style="{style}"></iframe>'
+        page = html.escape(self._page)
+        return f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{page}" style="{style}"></iframe>'
