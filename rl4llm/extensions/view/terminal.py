@@ -52,7 +52,10 @@ def show_runs(runs: Sequence[ViewedRun]) -> None:
 def _curves(runs: Sequence[ViewedRun]) -> Iterator[Text]:
     lines = _lines(runs)
     drawn: list[list[Points]] = []
-    for name in MAIN:
+    known = {name for points in lines.values() for name in points}
+    for name in [name for name in MAIN if name in known] or sorted(
+        known
+    ):  # another program's metrics have other names
         series = {label: points[name] for label, points in lines.items() if len(points.get(name, ())) > 1}
         told = [*series.values()]
         flat = all(max(points.values()) - min(points.values()) <= FLAT for points in told)
@@ -100,15 +103,15 @@ def _lines(runs: Sequence[ViewedRun]) -> dict[str, dict[str, Points]]:
 def _points(run: ViewedRun) -> dict[str, Points]:
     found: dict[str, Points] = defaultdict(dict)
     for row in (row for part in run.parts() for row in part["rows"]):
-        for name in MAIN:
-            if isinstance(value := row.get(name), int | float) and math.isfinite(value):
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
                 found[name][int(row["step"])] = float(value)
     return found
 
 
 def _mean(members: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
     found = {}
-    for name in MAIN:
+    for name in {name for points in members for name in points}:
         given = [points[name] for points in members if name in points]
         steps = sorted({step for points in given for step in points})
         found[name] = {step: statistics.fmean(p[step] for p in given if step in p) for step in steps}

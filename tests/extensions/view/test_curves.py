@@ -1,6 +1,7 @@
 """The curves in a real browser: bands of seeds, what they are drawn over, the rewards of each step, the download."""
 
 import csv
+import json
 import time
 
 import pytest
@@ -79,6 +80,20 @@ def test_curves_are_drawn_over_time_and_tokens(curves):
     choose(curves, "tokens")
     assert tip(curves, "ArrowRight").startswith("step 4, 12K ")
     assert tip(curves, "ArrowRight").startswith("step 5, 24K ")
+
+
+def test_metrics_of_another_program_are_on_top(browser, tmp_path):
+    rows = [
+        {"step": step, "env/all/reward/total": step / 10, "optim/lr": 0.1, "test/nll": 1 / (1 + step)}
+        for step in range(4)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with served(tmp_path) as url:
+        browser.open(url)
+        drawn = "[...document.querySelectorAll('section > .charts .chart[data-metric]')].map(e => e.dataset.metric)"
+        assert browser.value(drawn) == ["env/all/reward/total", "test/nll"]
+        assert browser.text("details.family summary").startswith("flat or noisy")
+        browser.call("Page.navigate", url="about:blank")
 
 
 def test_an_axis_that_no_run_has_cannot_be_chosen(browser, tokenizer, tmp_path):

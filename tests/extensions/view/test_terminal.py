@@ -44,3 +44,13 @@ def test_seeds_are_one_curve_and_other_runs_have_marks(tokenizer, tmp_path):
     assert "***" in text and "ooo" in text and "▄" not in text  # without colours
     assert "▄" in printed(*seeds, other, FORCE_COLOR="1", TERM="xterm-256color")
     assert "Training reward 0.1 ? 0.3" in printed(seeds[0], PYTHONIOENCODING="ascii")
+
+
+FOREIGN = "env/all/reward/total"
+
+
+def test_metrics_of_another_program_are_drawn_as_text(tmp_path):
+    rows = [{"step": step, FOREIGN: step / 10, "optim/lr": 0.1} for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = printed(tmp_path)
+    assert f"{FOREIGN}, " in text and "optim/lr" not in text  # which is flat

@@ -9,7 +9,7 @@ import { rewardStrip } from "./rewards.js";
 import { storyView } from "./story.js";
 
 const FIRST = [
-  "eval/accuracy", "reward/mean", "accuracy", "eval/loss", "loss", "entropy", "surprise", "kl", "mismatch/mean", "mismatch/max", "clip_fraction",
+  "eval/accuracy", "eval/reward/mean", "reward/mean", "accuracy", "eval/loss", "loss", "entropy", "surprise", "kl", "mismatch/mean", "mismatch/max", "clip_fraction",
   "grad_norm", "completion_length/mean", "truncated", "groups/zero_spread", "failures", "tokens/s",
 ];
 const ALWAYS = new Set(["eval/accuracy", "reward/mean"]); // on top, even if flat
@@ -73,7 +73,8 @@ export function curvesView(app) {
     const kept = settings.filter ? new Map(found.map((name) => [name, [name]])) : merged([...important, ...found.filter((name) => !FIRST.includes(name))], lines);
     for (const [name, same] of kept) of(name).alsoCalled(same.filter((other) => other !== name));
     const quiet = (name) => !ALWAYS.has(name) && (isFlat(lines(name), LOSSES.has(name) ? ROUNDING : 0) || isNoise(lines(name)));
-    const first = settings.filter ? found : important.filter((name) => kept.has(name) && !quiet(name));
+    // the metrics of another program may have none of these names
+    const first = settings.filter ? found : (important.length ? important : found).filter((name) => kept.has(name) && !quiet(name));
     const families = new Map();
     if (!settings.filter) {
       const rest = [...kept.keys()].filter((name) => !first.includes(name));
@@ -83,7 +84,7 @@ export function curvesView(app) {
       }
       if (rest.some(quiet)) families.set(LAST, rest.filter(quiet));
     }
-    const hint = app.runs.some((run) => run.steps.size) ? "No metric matches." : "No step is logged yet. Curves appear here after the first step.";
+    const hint = settings.filter ? "No metric matches." : app.runs.some((run) => run.steps.size) ? null : "No step is logged yet. Curves appear here after the first step.";
     replace(grid, first.length ? first.map((name) => of(name).element) : h("p", { class: "quiet" }, hint), settings.filter ? null : strips);
     replace(rest, [...families].map(([family, members]) => group(family, members)));
     drawAll();
