@@ -27,11 +27,12 @@ NAME = re.compile(r"(step|eval)-(\d+)(-rank\d+)?\.jsonl")
 SHORT_ENDS = b', "messages": ['
 TEXT_ENDS = b', "spans": ['
 COLUMNS = (
-    "file", "set", "step", "prompt", "sample", "reward", "turns", "tokens", "stop", "mismatch", "role", "failure", "more",
-    "question", "answer", "odd"
+    "file", "set", "step", "prompt", "sample", "reward", "turns", "tokens", "stop", "mismatch", "role", "failure",
+    "more", "question", "answer", "odd"
 )  # fmt: skip
 KNOWN = {
-    "step", "prompt_id", "sample", "reward", "turns", "tokens", "stop_reason", "mismatch", "role", "failure", "failure_class"
+    "step", "prompt_id", "sample", "reward", "turns", "tokens", "stop_reason", "mismatch", "role", "failure",
+    "failure_class", "ground_truth",
 }  # fmt: skip
 
 
@@ -231,14 +232,14 @@ def _messages(line: bytes) -> Any:
 
 
 def _short(line: bytes) -> dict[str, Any]:
-    """Return the fields before the messages."""
+    """Return the fields before the messages; all fields of a line that another program wrote."""
     end = line.find(SHORT_ENDS)
     if end > 0:
         try:
             return FINITE.decode(line[:end].decode() + "}")
         except ValueError:
             pass  # the name is inside a value
-    return {name: value for name, value in _parsed(line).items() if name in KNOWN}
+    return _parsed(line)
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
@@ -263,7 +264,8 @@ def token_ids_of(episode: Mapping[str, Any]) -> Iterator[Any]:
 
 def _said(line: bytes) -> str:
     """Return the text that a reader of the conversation sees, in lower case."""
-    row = _parsed(line.partition(TEXT_ENDS)[0] + b"}")
+    head, long, _ = line.partition(TEXT_ENDS)
+    row = _parsed(head + b"}" if long else line)
     texts = [row.get("prompt_id"), row.get("failure"), row.get("ground_truth")]
     messages = row.get("messages")
     for message in messages if isinstance(messages, list) else ():

@@ -111,6 +111,16 @@ def test_index_shows_damaged_lines(tmp_path):
     assert list(token_ids_of(index.episode(4))) == [7]
 
 
+def test_lines_of_another_json_writer_are_read_as_ours(tmp_path):
+    ours = line(part="sums", success=True, ground_truth="42")
+    theirs = json.dumps(json.loads(ours), separators=(",", ":")) + "\n"
+    first, second = (
+        read(file_of(tmp_path / name, text).parent) for name, text in (("a", ours), ("b", theirs))
+    )
+    assert column(first, "more") == [{"part": "sums", "success": True}]
+    assert second.rows == first.rows and second.search("HELLO") == ([0], True)
+
+
 def test_nonfinite_numbers_and_lone_surrogates_are_shown(tmp_path):
     hostile = line(
         reward=float("nan"), messages=[{"role": "user", "content": "\ud800 \u2028 </script>"}], part="a"
