@@ -27,7 +27,7 @@ NAME = re.compile(r"(step|eval)-(\d+)(-rank\d+)?\.jsonl")
 SHORT_ENDS = b', "messages": ['
 TEXT_ENDS = b', "spans": ['
 COLUMNS = (
-    "file", "set", "step", "prompt", "sample", "reward", "turns", "tokens", "stop", "mismatch", "role", "failure",
+    "file", "line", "set", "step", "prompt", "sample", "reward", "turns", "tokens", "stop", "mismatch", "role", "failure",
     "more", "question", "answer", "odd"
 )  # fmt: skip
 KNOWN = {
@@ -43,6 +43,7 @@ class _File:
     kind: str
     inode: int
     read: int = 0  # bytes of complete lines
+    lines: int = 0
 
 
 class EpisodeIndex:
@@ -147,6 +148,7 @@ class EpisodeIndex:
         self._places.append((file, offset, len(line)))
         self.rows.append(_row(file, line))
         file.read = offset + len(line)
+        file.lines += 1
 
     def _line(self, number: int) -> bytes:
         try:
@@ -203,6 +205,7 @@ def _row(file: _File, line: bytes) -> list[Any]:
     failure = short.get("failure_class") or ("unknown" if "failure" in short else "")
     return [
         file.number,
+        file.lines,
         file.kind,
         number("step"),
         str(number("prompt_id", "")),

@@ -105,6 +105,25 @@ def test_episodes_are_sorted_filtered_and_searched(page):
     assert page.text("#count").startswith("0 of 76") and "No episode matches" in page.text("tbody")
 
 
+@pytest.mark.parametrize("form", ["served", "exported"])
+def test_a_link_stays_that_of_its_episode_as_the_run_grows(browser, tokenizer, tmp_path, form):
+    run, report = write_run(tmp_path / "run", tokenizer, steps=1), tmp_path / "report.html"
+    with served(run) as url:
+        browser.open(url)
+        list_episodes(browser)
+        browser.press("j", "Enter")
+        browser.until("document.querySelector('.tokens')")
+        link, title = browser.value("location.hash"), browser.text("h1")
+        browser.call("Page.navigate", url="about:blank")
+    write_step(EpisodeLog(run / "episodes", resume_step=1), tokenizer, 2)  # which is read first
+    export(find_runs([run]), report)
+    with served(run) as url:
+        browser.open((url if form == "served" else report.as_uri()) + link)
+        browser.until("document.querySelector('.tokens')")
+        assert browser.text("h1") == title
+        browser.call("Page.navigate", url="about:blank")
+
+
 def test_a_search_that_is_given_up_is_no_longer_said_to_go_on(page):
     list_episodes(page)
     both = "for (const text of ['it is 43', '']) { field.value = text; field.dispatchEvent(new Event('search')); }"
@@ -418,11 +437,11 @@ def test_one_file_holds_all_of_the_page(browser, runs, tmp_path):
 def test_images_are_shown_small_and_their_tokens_are_one(browser, tokenizer, tmp_path, form):
     run, report = write_run(tmp_path / "run", tokenizer, steps=1), tmp_path / "report.html"
     file = write_seen(run)
-    last = export(find_runs([run]), report) - 1
+    export(find_runs([run]), report)
     with served(run) as url:
         if form == "exported":
             file.unlink()
-        browser.open((url if form == "served" else report.as_uri()) + f"#/episode/0/{last}")
+        browser.open((url if form == "served" else report.as_uri()) + "#/episode/0/step-000099.jsonl/0")
         browser.until("document.querySelector('img.picture')?.naturalWidth")
         size = browser.value(
             "(({ naturalWidth: w, naturalHeight: h }) => [w, h])(document.querySelector('img'))"

@@ -49,7 +49,7 @@ def cards(page):
 
 def test_tool_calls_are_cards_with_their_answers(browser, url):
     browser.errors.clear()
-    browser.open(f"{url}#/episode/0/0")
+    browser.open(f"{url}#/episode/0/step-000009.jsonl/0")
     browser.until("document.querySelector('.card')")
     assert cards(browser) == ['calculator failed 12.3 ms {"expression":"1/0"} ZeroDivisionError']
     assert browser.value(f"{CARDS}[0].classList.contains('failed')")

@@ -31,8 +31,9 @@ export function episodeView(app) {
   let chips = [];
   let panel = null;
 
-  async function enter([run, at]) {
-    const [place, row] = [app.runs[Number(run)], app.runs[Number(run)]?.rows[Number(at)]];
+  async function enter(route) {
+    const place = app.runs[Number(route[0])];
+    const row = place?.rows.find(({ link }) => link === `/episode/${route.join("/")}`);
     if (!row) return replace(element, h("p", { class: "warning" }, "This episode does not exist; the run may have been resumed."), back());
     if (!app.list.length) app.list = place.rows;
     shown = row;
@@ -191,7 +192,7 @@ export function episodeView(app) {
           return h(
             "div",
             { class: `column${one === row ? " this" : ""}` },
-            h("a", { href: `#/episode/${run.number}/${one.number}`, "aria-current": one === row ? "true" : null }, `sample ${one.sample ?? "?"}`, h("b", {}, ` ${number(one.reward)}`), h("span", { class: "quiet" }, ` ${one.failure ? "failed" : one.stop}`)),
+            h("a", { href: `#${one.link}`, "aria-current": one === row ? "true" : null }, `sample ${one.sample ?? "?"}`, h("b", {}, ` ${number(one.reward)}`), h("span", { class: "quiet" }, ` ${one.failure ? "failed" : one.stop}`)),
             h("ol", { class: "messages small" }, conversation(messages, found[i]?.images).slice(shared)),
           );
         }),
@@ -215,7 +216,7 @@ export function episodeView(app) {
   function step(by) {
     const at = app.list.indexOf(shown);
     const next = app.list[at + by];
-    if (next) app.go(`/episode/${next.run}/${next.number}`);
+    if (next) app.go(next.link);
     else app.status(by > 0 ? "This is the last episode of the list." : "This is the first episode of the list.");
   }
 

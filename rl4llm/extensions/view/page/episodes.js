@@ -239,7 +239,7 @@ export function episodesView(app) {
 
   function open(i) {
     const row = list[state.page * PAGE + i];
-    if (row) app.go(`/episode/${row.run}/${row.members[0].number}`);
+    if (row) app.go(row.members[0].link);
   }
 
   function focus(i) {

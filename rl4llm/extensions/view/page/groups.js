@@ -55,7 +55,7 @@ export function dots(members, [low, high]) {
   const told = (row) => `sample ${row.sample ?? "?"}: ${row.failure ? `failed, ${row.failure}` : `reward ${number(row.reward)}, ${row.stop}`}`;
   const fill = (row) => (typeof row.reward === "number" && high > low ? Math.round((100 * (row.reward - low)) / (high - low)) : typeof row.reward === "number" ? 100 : 0);
   const dot = (row) =>
-    h("a", { class: `dot${row.failure ? " cross" : ""}`, href: `#/episode/${row.run}/${row.number}`, tabindex: -1, title: told(row), "aria-label": told(row), style: { "--fill": `${fill(row)}%` } }, row.failure ? "×" : null);
+    h("a", { class: `dot${row.failure ? " cross" : ""}`, href: `#${row.link}`, tabindex: -1, title: told(row), "aria-label": told(row), style: { "--fill": `${fill(row)}%` } }, row.failure ? "×" : null);
   return h("span", { class: "dots", style: { "--count": members.length } }, members.map(dot));
 }
 

@@ -24,7 +24,7 @@ export function promptView(app) {
     const line = (row) =>
       h(
         "tr",
-        { "data-row": row.number, onclick: (event) => event.target.closest("a") || app.go(`/episode/${row.run}/${row.members[0].number}`) },
+        { "data-row": row.number, onclick: (event) => event.target.closest("a") || app.go(row.members[0].link) },
         h("td", { class: "number" }, number(row.step)),
         h("td", {}, row.set === "eval" ? "held-out" : "training", row.role ? `, ${row.role}` : null),
         h("td", {}, dots(row.members, range)),

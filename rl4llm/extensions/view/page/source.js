@@ -42,10 +42,12 @@ class Run {
     return found.sort((a, b) => a[0] - b[0]);
   }
 
+  // The link of a row stays the same when the run is shown again; its number depends on what was read first.
   addRows(columns, rows) {
     for (const values of rows) {
       const row = { run: this.number, number: this.rows.length };
       columns.forEach((name, i) => (row[name] = values[i]));
+      row.link = `/episode/${this.number}/${this.files[row.file]}/${row.line}`;
       this.rows.push(row);
     }
   }
@@ -113,8 +115,9 @@ class FileSource {
     this.runs = this.data.runs.map((given, number) => {
       const run = new Run(number, given.about);
       run.addMetrics(given.metrics, given.glossary);
+      run.files = given.files;
       run.addRows(given.columns, given.rows);
-      Object.assign(run, { files: given.files, whole: true, all: given.all, story: { ...given.story, generation: 0 } });
+      Object.assign(run, { whole: true, all: given.all, story: { ...given.story, generation: 0 } });
       return run;
     });
     return this.runs;

@@ -38,7 +38,7 @@ export function storyView(app) {
     const found = (current ? run.story[part] ?? [] : []).map((one) => ({ ...one, row: run.rows[one.number] })).filter(({ row }) => row);
     if (!found.length) return null;
     const card = ({ why, row }) =>
-      h("a", { class: "card", href: `#/episode/${run.number}/${row.number}` }, h("b", {}, why), h("span", { class: "question" }, row.question || row.prompt), h("span", { class: "answer" }, row.answer || "(empty)"));
+      h("a", { class: "card", href: `#${row.link}` }, h("b", {}, why), h("span", { class: "question" }, row.question || row.prompt), h("span", { class: "answer" }, row.answer || "(empty)"));
     return h("div", { class: `cards ${part}` }, h("h2", {}, title), h("div", { class: "row" }, found.map(card)));
   }
 
