@@ -65,7 +65,7 @@ def headline(totals: Totals, about: Mapping[str, Any]) -> dict[str, Any]:
         told.append(duration(totals.seconds))
     model = str(config.get("model.path") or "")
     if model and "${" not in model:  # a variable of the environment, of which only its name is stored
-        told.append(PurePath(model).name)
+        told.append(PurePath(model.removesuffix("/model")).name)  # of a run, its name
     if algorithm := str(config.get("algorithm.name") or ""):
         told.append(algorithm.upper().replace("_", " "))
     text = ", ".join(told)
@@ -229,16 +229,14 @@ def _suspects(listed: Sequence[Row], scored: Sequence[Row]) -> Iterator[tuple[Ro
     middle = statistics.median(row["reward"] for row in scored) if scored else 0.0
     lowest = min((row["reward"] for row in scored), default=0.0)
     high = [row for row in newest if row["reward"] >= middle and row["reward"] > lowest]
-    measured = [row for row in scored if _number(row["mismatch"])]
-    worst = sorted(measured, key=lambda row: -row["mismatch"])
+    differing = [row for row in scored if (_number(row["mismatch"]) or 0.0) > LARGE]
     for found, why in (
         ([row for row in high if row["odd"]], "a high reward for an odd answer"),
         ([row for row in high if row["stop"] in TRUNCATED], "a high reward for a truncated answer"),
-        ([row for row in worst[:1] if row["mismatch"] > LARGE], MISMATCH),
+        (sorted(differing, key=lambda row: -row["mismatch"]), MISMATCH),
         ([row for row in newest if row["odd"]], "an odd answer"),
         ([row for row in newest if row["stop"] in TRUNCATED], "a truncated answer"),
         ([row for row in listed if row["failure"]], "a failed attempt"),
-        (worst, MISMATCH),
     ):
         for row in found[:1]:
             yield row, f"{why}, {_where(row)}: {_detail(row, why)}"

@@ -232,7 +232,7 @@ def test_first_page_says_what_happened_and_links_episodes(browser, odd_run, tmp_
         assert len(shown) == 3 and "step 0" in shown[0] and "It is 0." in shown[0]
         assert "same prompt, held-out, step 20" in shown[1] and "It is 20." in shown[1]
         odd = browser.value("[...document.querySelectorAll('.cards.suspicious .card')].map(e => e.innerText)")
-        assert len(odd) == 2 and "high reward for an odd answer" in odd[0] and "repeats itself" in odd[0]
+        assert len(odd) == 1 and "high reward for an odd answer" in odd[0] and "repeats itself" in odd[0]
         browser.click(".cards.shown .card:nth-child(2)")
         browser.until(
             "document.querySelector('.message.assistant:last-child')?.innerText.includes('It is 20.')"

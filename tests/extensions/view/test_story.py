@@ -7,7 +7,7 @@ from rl4llm.core.types import Group
 from rl4llm.extensions.view.choice import choose
 from rl4llm.extensions.view.index import COLUMNS
 from rl4llm.extensions.view.run import find_runs
-from rl4llm.extensions.view.story import Totals, headline
+from rl4llm.extensions.view.story import Totals, episodes, headline
 from rl4llm.extensions.view.words import lines_of, odd
 from rl4llm.tracking.episodes import EpisodeLog
 from rl4llm.tracking.tracker import JsonlTracker
@@ -53,6 +53,7 @@ def test_headline_has_outcome_steps_time_model_and_algorithm():
         "Held-out accuracy 11.7 % \u2192 83 % (best 90 % at step 10) in 20 steps, 20 min, Small-1B, GRPO"
     )
     assert said(steps, **config)["text"] == sentence
+    assert ", warm, GRPO" in said(steps, **{**config, "model.path": "runs/warm/model"})["text"]
     assert said(steps[3:5])["text"] == "Training reward 0.1 \u2192 0.1 in 2 steps, 2 min"
     assert said(steps[:1], running=True)["text"] == "0 steps so far"
 
@@ -94,6 +95,13 @@ def test_truncated_answer_with_a_high_reward_is_suspicious(tokenizer, tmp_path):
     first = run.story()["suspicious"][0]
     assert first["why"] == "a high reward for a truncated answer, step 2: reward 1"
     assert run.index.episode(first["number"])["prompt_id"] == "long"
+
+
+def test_only_a_large_mismatch_is_suspicious():
+    rows = [row(step=1, reward=1.0, mismatch=mismatch) for mismatch in (2e-6, 0.09, 0.3, 0.2)]
+    assert episodes(rows[:2])["suspicious"] == []
+    (one,) = episodes(rows)["suspicious"]
+    assert one == {"number": 2, "why": "the largest log-prob mismatch, step 1: 0.3 nats"}
 
 
 def test_run_without_episodes_or_metrics_has_a_story(tmp_path):
