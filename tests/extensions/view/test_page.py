@@ -429,8 +429,20 @@ def test_one_file_holds_all_of_the_page(browser, runs, tmp_path):
     browser.until("document.querySelector('.token.policy')")
     browser.press("3")
     browser.until("document.querySelector('.config tr.row-differs')")
-    assert "contains 10 of 51 episodes: some of each step, and the extremes" in browser.text("#status")
+    about = "This file contains 20 of 76 episodes: some of each step, and the extremes."
+    assert browser.text("#status") == about  # once for both runs
     assert not browser.errors and os.path.getsize(report) < 2 << 20
+
+
+def test_a_file_is_not_said_to_train(browser, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    export(find_runs([tmp_path]), tmp_path / "report.html")
+    with served(tmp_path) as url:
+        browser.open(url)
+        assert browser.text(".runs .live") == "training"
+        browser.open((tmp_path / "report.html").as_uri())
+        assert browser.text(".runs .live") is None
+        browser.call("Page.navigate", url="about:blank")
 
 
 @pytest.mark.parametrize("form", ["served", "exported"])

@@ -88,7 +88,7 @@ function drawTop(route) {
   );
   const runs = app.runs.map((run, i) => {
     const latest = Math.max(0, ...run.steps.keys());
-    const state = run.about.running ? "training" : "";
+    const state = run.about.running && app.source.live ? "training" : "";
     const steps = run.about.max_steps ? `step ${latest} of ${run.about.max_steps}` : `step ${latest}`;
     const box = h("input", { type: "checkbox", "aria-label": `show ${run.name}` });
     box.checked = !app.hidden.has(i);
@@ -215,8 +215,9 @@ async function start() {
   }
   addEventListener("hashchange", route);
   route();
-  const left = app.runs.filter((run) => run.all > run.rows.length);
-  if (left.length) status(left.map((run) => `${run.name}: this file contains ${number(run.rows.length)} of ${number(run.all)} episodes: some of each step, and the extremes.`).join(" "));
+  const sum = (count) => app.runs.reduce((total, run) => total + count(run), 0);
+  const [kept, all] = [sum((run) => run.rows.length), sum((run) => run.all)];
+  if (kept < all) status(`This file contains ${number(kept)} of ${number(all)} episodes: some of each step, and the extremes.`);
   document.documentElement.dataset.ready = "yes";
   follow();
 }
