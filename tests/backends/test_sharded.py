@@ -96,7 +96,7 @@ def step(backend, batches, **options):
     return sum(part["loss"] for part in parts), gradients(backend), backend.optim_step()
 
 
-def trained(ranks, model, parts, shard, options, steps=3):
+def trained(ranks, model, parts, shard, options, steps=2):
     """Take steps; return loss and gradient of the first, metrics of the last, and the weights afterwards."""
     backend = backend_of(ranks, model, shard, **options)
     taken = [step(backend, parts[ranks.rank]) for _ in range(steps)]

@@ -75,11 +75,11 @@ def trainer(ranks, model_dir, directory, algorithm, backend, **options):
         output={"dir": str(directory)}, backend=backend,
         **{"deterministic": True, "model.autocast": "none", "rollout.prompts": 4 // ranks.size, "rollout.group_size": 4,
            "rollout.max_tokens": 5, "training.lr": 3e-3, "training.max_tokens_per_batch": 64, "env.max_steps": 2,
-           "eval.every": 2, "checkpoint.every": 2, "max_steps": 4, "timeout_s": 60} | options,
+           "eval.every": 2, "checkpoint.every": 1, "max_steps": 2, "timeout_s": 60} | options,
     )  # fmt: skip
 
 
-def trained(ranks, model_dir, directory, algorithm, backend, max_steps=4, options=()):
+def trained(ranks, model_dir, directory, algorithm, backend, max_steps=2, options=()):
     """Return the weights after a run, on the first rank."""
     run = (
         trainer(ranks, model_dir, directory, algorithm, backend, max_steps=max_steps, **dict(options))
@@ -243,12 +243,12 @@ def test_an_adapter_and_the_model_under_it_take_the_same_steps(
 
 def test_a_checkpoint_of_two_ranks_resumes_with_one_and_back(on_ranks, alone, model_dir, tmp_path):
     backend, algorithm = {"name": "torch", "shard": "fsdp2"}, ALGORITHMS["grpo"]
-    whole = trained(alone, model_dir, tmp_path / "whole", algorithm, {"name": "torch"}, max_steps=6)
-    on_ranks(trained, model_dir, tmp_path / "parts", algorithm, backend, 2)
-    trained(alone, model_dir, tmp_path / "parts", algorithm, {"name": "torch"}, max_steps=4)
-    back, _ = on_ranks(trained, model_dir, tmp_path / "parts", algorithm, backend, 6)
+    whole = trained(alone, model_dir, tmp_path / "whole", algorithm, {"name": "torch"}, max_steps=3)
+    on_ranks(trained, model_dir, tmp_path / "parts", algorithm, backend, 1)
+    trained(alone, model_dir, tmp_path / "parts", algorithm, {"name": "torch"}, max_steps=2)
+    back, _ = on_ranks(trained, model_dir, tmp_path / "parts", algorithm, backend, 3)
     assert_close(back, whole, atol=5e-4)
-    assert [row["step"] for row in metrics(tmp_path / "parts") if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in metrics(tmp_path / "parts") if "loss" in row] == [1, 2, 3]
 
 
 def test_any_number_of_ranks_draws_the_same_replacements(on_ranks, alone, model_dir, tmp_path):
@@ -257,10 +257,10 @@ def test_any_number_of_ranks_draws_the_same_replacements(on_ranks, alone, model_
         (model_dir, tmp_path / "one", {"name": "dapo", "resampling_rounds": 10}),
         {"reward": OneInThree},
     )
-    one = trained(alone, *given, {"name": "torch"}, 4, options)
+    one = trained(alone, *given, {"name": "torch"}, 3, options)
     given = given[0], tmp_path / "two", given[2]
     on_ranks(trained, *given, {"name": "torch", "shard": "ddp"}, 2, options)
-    two = trained(alone, *given, {"name": "torch"}, 4, options)
+    two = trained(alone, *given, {"name": "torch"}, 3, options)
     assert_close(two, one, atol=2e-4)
     for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
         for key in ("groups/refills", "groups/dropped", "trajectories", "update/tokens"):
@@ -295,11 +295,11 @@ def test_sharded_ranks_publish_to_one_shared_server(on_ranks, alone, model_dir, 
         model = load_model(model_dir)
         with serving(FaultServer(model, tokenizer, one_by_one=True)) as server:
             inference = {"name": "sglang", "url": server.url, "deadline_s": 30.0}
-            given = model_dir, tmp_path / name, ALGORITHMS["grpo"], backend, 3, {"inference": inference}
+            given = model_dir, tmp_path / name, ALGORITHMS["grpo"], backend, 2, {"inference": inference}
             ended[name] = run(alone, *given) if run is trained else run(trained, *given)[0]
             assert len(set(server.rids)) == len(server.rids)
     assert_close(ended["two"], ended["one"], atol=2e-4)
-    assert [row["mismatch/max"] < 1e-4 for row in metrics(tmp_path / "two") if "loss" in row] == [True] * 3
+    assert [row["mismatch/max"] < 1e-4 for row in metrics(tmp_path / "two") if "loss" in row] == [True] * 2
 
 
 class SlowOnOne(TwoTurns):
@@ -376,6 +376,7 @@ def test_a_rank_reads_what_it_played_and_another_number_all(on_ranks, alone, mod
     with serving(FaultServer(load_model(model_dir), tokenizer, one_by_one=True)) as server:
         options = {
             "inference": {"name": "sglang", "url": server.url}, "rollout.max_staleness": 2, "checkpoint.every": 0,
+            "max_steps": 3,
         }  # fmt: skip
         given = model_dir, tmp_path, options
         on_ranks(stopped_ahead, *given)
@@ -410,11 +411,11 @@ def test_a_colocated_server_sleeps_when_no_rank_samples(on_ranks, model_dir, tok
     with serving(Sleeper(load_model(model_dir), tokenizer, one_by_one=True)) as server:
         options = {"inference": {"name": "sglang", "url": server.url, "cohost": True, "deadline_s": 30.0}}
         on_ranks(
-            trained, model_dir, tmp_path, ALGORITHMS["grpo"], {"name": "torch", "shard": shard}, 3, options
+            trained, model_dir, tmp_path, ALGORITHMS["grpo"], {"name": "torch", "shard": shard}, 2, options
         )
-    assert server.naps == 4  # before the first publish, and for each step
+    assert server.naps == 3  # before the first publish, and for each step
     assert server.disturbed == 0
-    assert [row["mismatch/max"] < 1e-4 for row in metrics(tmp_path) if "loss" in row] == [True] * 3
+    assert [row["mismatch/max"] < 1e-4 for row in metrics(tmp_path) if "loss" in row] == [True] * 2
 
 
 def refused(ranks, model_dir, directory, way):
