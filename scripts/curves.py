@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rl4llm.tracking.curve import BLUE, INK, style_axes
+from rl4llm.tracking.curve import BLUE, INK, label_ends, style_axes
 from rl4llm.tracking.tracker import read_jsonl
 
 
@@ -32,16 +32,7 @@ def draw(runs: list[dict[int, float]], title: str, picture: Path) -> None:
     steps = sorted(set.intersection(*(set(run) for run in runs)))
     means = [statistics.fmean(run[step] for run in runs) for step in steps]
     axes.plot(steps, means, "o-", color=BLUE, linewidth=2.4, label="mean")
-    for at, place in ((0, (8, 6)), (-1, (-8, -18))):
-        axes.annotate(
-            f"{means[at]:.0f} %",
-            (steps[at], means[at]),
-            xytext=place,
-            textcoords="offset points",
-            ha="left" if at == 0 else "right",
-            color=BLUE,
-            fontweight="bold",
-        )
+    label_ends(axes, steps, means, digits=0)
     style_axes(axes, "held-out success (%)")
     axes.set_ylim(0, 100)
     axes.set_xlabel("training step", color=INK)

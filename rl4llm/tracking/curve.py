@@ -67,25 +67,11 @@ def _points(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], li
 
 
 def _draw_success(axes: Any, steps: list[int], values: list[float]) -> None:
-    from matplotlib.patheffects import withStroke  # noqa: PLC0415
-
     percent = [100 * value for value in values]
     axes.plot(steps, percent, "o-", color=BLUE, linewidth=1.8, markersize=5, clip_on=False, zorder=3)
     axes.set_ylim(0, 100)
+    label_ends(axes, steps, percent, digits=1)
     style_axes(axes, "held-out success (%)")
-    for at in {0, len(percent) - 1}:
-        first = at == 0
-        axes.annotate(
-            f"{percent[at]:.1f} %",
-            (steps[at], percent[at]),
-            xytext=(9, max(-4, 4 - percent[at])) if first else (0, -17 if percent[at] > 85 else 9),
-            textcoords="offset points",
-            ha="left" if first else "right",
-            color=BLUE,
-            fontweight="bold",
-            path_effects=[withStroke(linewidth=3, foreground="white")],
-            zorder=4,
-        )
 
 
 def _draw_reward(axes: Any, steps: list[int], values: list[float]) -> None:
@@ -103,6 +89,22 @@ def _draw_reward(axes: Any, steps: list[int], values: list[float]) -> None:
         axes.plot(steps, smooth(values), color=ORANGE, linewidth=2.2, label="smoothed")
         axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
     style_axes(axes, "training reward (mean)")
+
+
+def label_ends(axes: Any, steps: Sequence[int], percent: Sequence[float], digits: int) -> None:
+    """Write the first value of a curve on its left and the last on its right, where no line can be."""
+    axes.margins(x=0.15)
+    for at, beside, align in ((0, -9, "right"), (-1, 9, "left")):
+        axes.annotate(
+            f"{percent[at]:.{digits}f} %",
+            (steps[at], percent[at]),
+            xytext=(beside, 0),
+            textcoords="offset points",
+            ha=align,
+            va="bottom" if percent[at] < 5 else "center",
+            color=BLUE,
+            fontweight="bold",
+        )
 
 
 def style_axes(axes: Any, label: str) -> None:

@@ -39,6 +39,22 @@ def test_the_picture_has_the_title_it_is_given(tmp_path, monkeypatch):
     assert titles == ["a $run, model, GRPO"]
 
 
+@pytest.mark.parametrize("shares", [[0.141, 0.163, 1], [0.004, 0.285, 1], [0.9, 0.5, 0], [1, 1]], ids=str)
+def test_labels_touch_neither_line_nor_axis(tmp_path, monkeypatch, shares):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    evaluations = [{"step": 20 * at, "accuracy": share} for at, share in enumerate(shares)]
+    assert plot_learning_curve(tmp_path / "absent.jsonl", evaluations, tmp_path / "curve.png")
+    drawn[0].canvas.draw()
+    (axes,) = drawn[0].axes
+    line = axes.transData.transform_path(axes.lines[0].get_path())
+    boxes = [label.get_window_extent() for label in axes.texts]
+    assert len(boxes) == 2
+    for box in boxes:
+        assert not line.intersects_bbox(box, filled=False)
+        assert axes.bbox.x0 < box.x0 and axes.bbox.y0 <= box.y0 + 1 and box.x1 <= drawn[0].bbox.x1
+
+
 def test_a_single_point_is_not_drawn(tmp_path):
     rows = [{"step": 1, "reward/mean": None}, {"step": 2, "loss": 1.0}, {"step": 3, "reward/mean": 0.5}]
     metrics = write(tmp_path / "m.jsonl", rows)
