@@ -13,44 +13,44 @@ reward/std | Population standard deviation of the combined reward. | reward | ab
 reward/kl | Mean KL penalty that `kl_in=reward` subtracts. | reward |
 reward/NAME | Mean of the reward NAME; mean_ and std_ for rewards named mean and std. | reward |
 accuracy | Share of trajectories whose first reward with a `success_at` reached it. | share | rising
-groups/count | Number of groups with more than one trajectory. | groups |
+groups/count | Groups with more than one trajectory. | groups |
 groups/zero_spread | Share of zero-variance groups. | share of groups | below 1
-groups/refills | Number of resampling rounds of dynamic sampling. | rounds |
-groups/dropped | Number of groups that dynamic sampling dropped. | groups |
-model_faults/REWARD/KIND | Number of answers that got 0 for more than being wrong, such as math/timeout. | answers |
+groups/refills | Resampling rounds of dynamic sampling. | rounds |
+groups/dropped | Groups that dynamic sampling dropped. | groups |
+model_faults/REWARD/KIND | Answers that got 0 for more than being wrong, such as math/timeout. | answers |
   near 0
 
 ## Episodes
-trajectories | Number of finished trajectories. | trajectories |
-turns | Mean number of assistant turns per trajectory. | turns |
-completion_length/mean | Mean number of the policy's tokens per trajectory. | tokens |
+trajectories | Finished trajectories. | trajectories |
+turns | Mean assistant turns per trajectory. | turns |
+completion_length/mean | Mean tokens of the policy per trajectory. | tokens |
 completion_length/p90 | 90th percentile of the policy's tokens per trajectory. | tokens |
 completion_length/max | Largest number of the policy's tokens in a trajectory. | tokens |
-prompt_length/mean | Mean number of tokens in a prompt. | tokens |
+prompt_length/mean | Mean tokens per prompt. | tokens |
 truncated | Share of trajectories that reached a token limit or the end of the context. | share | below 0.95, where an
   alert begins
 stop/REASON | Share of trajectories that stopped for REASON: done, max_steps, length or context. | share |
-failures | Number of attempts that failed through no fault of the policy. | attempts | 0; above
+failures | Attempts that failed through no fault of the policy. | attempts | 0; above
   rollout.max_failed_share the run stops
-failures/CLASS | Number of failed attempts of a class, such as env/timeout or math/unavailable. | attempts | 0
-played_again/CLASS | Number of attempts that succeeded at the retry, by class of the failure. | attempts | 0
-env/tool_calls | Mean number of tool calls of each trajectory with a finished turn. | calls | above 0
-env/tool_errors | Mean number of those that got an error as answer. | calls | below env/tool_calls
-env/runs | Mean number of programs that ran per trajectory, in the environment `code`. | programs |
+failures/CLASS | Failed attempts of a class, such as env/timeout or math/unavailable. | attempts | 0
+played_again/CLASS | Attempts that succeeded at the retry, by class of the failure. | attempts | 0
+env/tool_calls | Mean tool calls per trajectory with a finished turn. | calls | above 0
+env/tool_errors | Mean tool calls that got an error as answer. | calls | below env/tool_calls
+env/runs | Mean programs per trajectory, in the environment `code`. | programs |
 env/first_try | Share of trajectories whose first program passed the known tests. | share |
 env/repaired | Share of trajectories whose later program passed the known tests. | share |
-env/requests | Mean number of an agent's requests per trajectory. | requests |
-env/forks | Mean number of an agent's token records per trajectory, besides the first. | forks |
-env/generated_tokens | Mean number of tokens sampled for an agent per trajectory. | tokens |
-env/trained_tokens | Mean number of an agent's tokens that train per trajectory. | tokens |
+env/requests | Mean requests of an agent per trajectory. | requests |
+env/forks | Mean token records of an agent per trajectory, besides the first. | forks |
+env/generated_tokens | Mean tokens sampled for an agent per trajectory. | tokens |
+env/trained_tokens | Mean tokens of an agent that train, per trajectory. | tokens |
 env/return | Mean sum of step rewards, in Gymnasium and OpenEnv. | reward |
-env/invalid_actions | Mean number of invalid actions per trajectory. | replies |
-env/special_tokens | Mean number of special tokens encoded as ordinary text, over the trajectories with any. | tokens |
-env/kept_thoughts | Mean number of tokens that the chat template would drop from the last prompt, over the trajectories
-  with any. | tokens | 0 with `env.thoughts=drop`
+env/invalid_actions | Mean invalid actions per trajectory. | replies |
+env/special_tokens | Mean special tokens encoded as ordinary text, over the trajectories with any. | tokens |
+env/kept_thoughts | Mean tokens that the chat template would drop from the last prompt, over the trajectories with
+  any. | tokens | 0 with `env.thoughts=drop`
 env/NAME | Mean of what an environment measured as NAME. | as the environment defines |
-tool/NAME/calls | Number of calls of the tool NAME, failed attempts included. | calls |
-tool/NAME/raised/ERROR | Number of calls of the tool NAME that raised ERROR at a line of your code. | calls | 0
+tool/NAME/calls | Calls of the tool NAME, failed attempts included. | calls |
+tool/NAME/raised/ERROR | Calls of the tool NAME that raised ERROR at a line of your code. | calls | 0
 share | Share of the trajectories that belong to a part of an environment mixture, or to a pool. | share |
 weight | Share of the next prompts that a part or pool gets. | share |
 success | Success rate of a part or pool, as an exponential mean. | share |
@@ -71,7 +71,7 @@ surprise | Mean negative log-prob of sampled tokens; at temperature 1 it estimat
 kl | Mean estimated KL divergence from the reference model. | nats per token |
 teacher_kl | Mean log-prob of the policy minus that of the teacher. | nats per token | falling
 positive_nll | Mean negative log-likelihood of the tokens of successful trajectories (VAPO). | nats per token |
-update/tokens | Number of policy tokens that the step trained on. | tokens | above 0
+update/tokens | Policy tokens that the step trained on. | tokens | above 0
 update/empty | 1 if no trajectory was left to train on. | 0 or 1 | absent
 skipped | 1 if the optimizer step was skipped, because the loss or gradient was not finite. | 0 or 1 | absent
 
@@ -80,7 +80,7 @@ value_loss | Mean loss of the critic's values. | loss | falling
 value/mean | Mean of the critic's values. | reward | near return/mean
 return/mean | Mean of the returns that the critic learns. | reward |
 value/squared_error | Mean squared difference between values and returns. | reward squared | falling
-critic/tokens | Number of policy tokens that the critic trained on. | tokens | above 0
+critic/tokens | Policy tokens that the critic trained on. | tokens | above 0
 critic/empty | 1 if no trajectory was left to train the critic on. | 0 or 1 | absent
 
 ## Datasets
@@ -105,14 +105,14 @@ mismatch/ess | Effective sample size of the importance weights between engine an
 staleness | Mean age of the tokens that train. | versions | up to the bound
 staleness/max | Age of the oldest token that trains. | versions | up to the bound
 fleet/idle | Share of the time since the last step in which a server had no request. | share | near 0
-fleet/servers | Number of inference servers in the pool. | servers | all servers
-fleet/attempts | Number of requests to servers since the start. | requests |
-fleet/retries | Number of retries of requests since the start. | requests | 0
-fleet/failures | Number of failed requests since the start. | requests | 0
-fleet/doubles | Number of requests that were answered twice since the start. | requests | 0
-fleet/left | Number of times that a server left the pool since the start. | times | 0
-fleet/came_back | Number of times that a server returned to the pool since the start. | times |
-fleet/moved | Number of episodes that continued on another server since the start. | episodes |
+fleet/servers | Inference servers in the pool. | servers | all servers
+fleet/attempts | Requests to servers since the start. | requests |
+fleet/retries | Retries of requests since the start. | requests | 0
+fleet/failures | Failed requests since the start. | requests | 0
+fleet/doubles | Requests that were answered twice since the start. | requests | 0
+fleet/left | Departures of servers from the pool since the start. | times | 0
+fleet/came_back | Returns of servers to the pool since the start. | times |
+fleet/moved | Episodes that continued on another server since the start. | episodes |
 
 ## Speed and memory
 tokens/s | Tokens of a step, divided by its duration. | tokens per second |
