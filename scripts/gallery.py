@@ -114,29 +114,14 @@ def section(recipe: Recipe) -> str:
     parts = [f"## {recipe.name}", (recipe.path / "README.md").read_text().strip()]
     if results := stored(recipe):
         parts += [f"![{recipe.title}: {recipe.metric} by step](recipes/{recipe.name}.png)"]
-        parts += [results_table(results)]
+        if not all(run["weights_sha256"] for known in results.values() for run in known.seeds.values()):
+            parts += ["Two runs with one seed differ."]
     if recipe.expected:
         parts += ["Published by others:\n\n" + "\n".join(map(claim, recipe.expected))]
     if recipe.plan:
         planned = ", ".join(f"{name} {text}" for name, text in recipe.plan.items())
         parts += [f"Memory by `rl4llm plan`: {planned}."]
-    home = f"configs/recipes/{recipe.name}"
-    return "\n\n".join([*parts, f"[{home}](../{home})"])
-
-
-def results_table(results: dict[str, Stored]) -> str:
-    """Return the held-out results, a line for each variant of a recipe."""
-    if len(results) == 1:
-        return f"Held-out: {result(*results.values())}"
-    return "\n".join(f"- {variant}: {result(known)}" for variant, known in results.items())
-
-
-def result(known: Stored) -> str:
-    """Return what a variant learned, seed by seed."""
-    runs = list(known.seeds.values())
-    after = ", ".join(f"{100 * run['curve'][-1][1]:.1f}" for run in runs)
-    seeds = "" if [*known.seeds] == [*range(len(runs))] else f" with seeds {', '.join(map(str, known.seeds))}"
-    return f"{after} %{seeds}{'' if runs[0]['weights_sha256'] else ' (not deterministic)'}"
+    return "\n\n".join(parts)
 
 
 def machine(about: dict) -> str:
