@@ -261,3 +261,18 @@ def test_options_stay_until_another_name_is_given(tmp_path):
         "name": "grpo", "kl_coef": 0.1, "clip_high": 0.3,
     }  # fmt: skip
     assert load_config(path, ["algorithm.name=dapo"]).algorithm == {"name": "dapo"}
+
+
+def test_a_file_without_keys_and_a_directory_are_named(tmp_path):
+    (tmp_path / "text.yaml").write_text("hello")
+    with pytest.raises(
+        ConfigError, match=r"text\.yaml must be a mapping of keys, not 'hello'\. Accepted: lines"
+    ):
+        load_config(tmp_path / "text.yaml")
+    with pytest.raises(ConfigError, match=r"is a directory, .* Accepted: the path of a YAML file\."):
+        load_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("max_steps: 1")
+    with pytest.raises(
+        ConfigError, match=r"is a directory, .* Accepted: .*config\.yaml, the configuration of this run"
+    ):
+        load_config(tmp_path)

@@ -175,7 +175,10 @@ def _read(path: Path) -> dict[str, Any]:
         hint = " In double quotes a backslash begins an escape: use single quotes." if escape else ""
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.{hint}") from error
     if not isinstance(layer, dict):
-        raise ConfigError(f"{path} must be a mapping of keys, not a list.")
+        found = "a list" if isinstance(layer, list) else f"{layer!r:.40}"
+        raise ConfigError(
+            f"{path} must be a mapping of keys, not {found}. Accepted: lines such as max_steps: 100."
+        )
     return layer
 
 
@@ -186,7 +189,9 @@ def _found(path: Path) -> Path:
         if place.is_file():
             return place
     if path.is_dir():
-        raise ConfigError(f"{str(path)!r} is a directory, not a configuration file.")
+        run = path / "config.yaml"
+        file = f"{run}, the configuration of this run" if run.is_file() else "the path of a YAML file"
+        raise ConfigError(f"{str(path)!r} is a directory, not a configuration file. Accepted: {file}.")
     if "=" in path.name:
         raise ConfigError(
             f"{str(path)!r} is a key, but the first argument is a configuration file. Write the file before the keys, as in "
