@@ -30,8 +30,12 @@ class Store:
     def __init__(self, root: Path):
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
-        for left in (*root.glob("*/*/*.tmp-*"), *root.glob(f"*/{PASSING}")):
-            shutil.rmtree(left, ignore_errors=True)  # of a server that was killed
+        for left in (*root.glob("*/*/*~*"), *root.glob(f"*/{PASSING}")):  # of a server that was killed
+            final = left.with_name(left.name.partition("~")[0])
+            if final.exists() or manifest.damage(left):
+                shutil.rmtree(left, ignore_errors=True)
+            else:  # it was about to be replaced, or to be named
+                left.rename(final)
 
     def save(
         self,
@@ -51,17 +55,17 @@ class Store:
         final = self.root / model_id / kind / name
         if final.exists() and not overwrite:
             raise CheckpointError(f"{SCHEME}{model_id}/{kind}/{name} exists. Next: choose another name.")
-        unfinished = final.with_name(f"{name}.tmp-{secrets.token_hex(4)}")
+        unfinished = final.with_name(f"{name}~{secrets.token_hex(4)}")
         unfinished.mkdir(parents=True)
         try:
             write(unfinished)
             (unfinished / FACTS).write_text(json.dumps(facts))
             manifest.seal(unfinished)
             if final.exists():
-                final.rename(final.with_name(f"{name}.tmp-{secrets.token_hex(4)}"))
+                final.rename(final.with_name(f"{name}~{secrets.token_hex(4)}"))
             unfinished.rename(final)
         finally:
-            for left in final.parent.glob(f"{name}.tmp-*"):
+            for left in final.parent.glob(f"{name}~*"):
                 shutil.rmtree(left, ignore_errors=True)
         sync_directory(final.parent)
         if kind == PASSING:

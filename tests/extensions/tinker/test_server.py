@@ -551,6 +551,27 @@ def test_a_client_without_a_heartbeat_frees_what_it_had(model_dir, tmp_path):
         other.do("load_weights", session_id=other.session, model_seq_id=1, path=kept, optimizer=True)
 
 
+def kill_amid_steps_and_saves(client, model, pid):
+    """Queue steps and saves from request 6 on, and kill the server when the fourth save is done."""
+    saves = []
+    for seq in range(6, 30, 3):
+        client.ask_losses(model, seq, demonstrations())
+        client.call("optim_step", model_id=model, seq_id=seq + 1, adam_params=LEARNS)
+        saves.append(client.call("save_weights", model_id=model, seq_id=seq + 2, path=f"s{seq}"))
+    client.wait(saves[3])
+    os.kill(pid, signal.SIGKILL)
+
+
+def load_all(client, model, directory):
+    """Load all weights of a model, by requests from 2 on; return how many there are."""
+    names = {path.name for path in directory.iterdir()}
+    assert names >= {"s", "s6", "s9", "s12", "s15"}
+    for seq, name in enumerate(sorted(names), 2):
+        address = f"tinker://{directory.parent.name}/weights/{name}"
+        client.do("load_weights", model_id=model, seq_id=seq, path=address, optimizer=True)
+    return len(names)
+
+
 def test_saved_weights_outlive_a_killed_server(model_dir, tmp_path):
     data, prompt = demonstrations(), sequences()[0].tolist()
     with served_apart(model_dir, tmp_path) as (url, pid):
@@ -561,8 +582,8 @@ def test_saved_weights_outlive_a_killed_server(model_dir, tmp_path):
         state = client.do("save_weights", model_id=model, seq_id=3, path="s")["path"]
         weights = client.do("save_weights_for_sampler", model_id=model, seq_id=4, path="w")["path"]
         expected = client.losses(model, 5, data, forward_only=True)
-        os.kill(pid, signal.SIGKILL)
-    unfinished = tmp_path / model / "weights" / "t.tmp-00"
+        kill_amid_steps_and_saves(client, model, pid)
+    unfinished = tmp_path / model / "weights" / "t~00"
     unfinished.mkdir()
     with served_apart(model_dir, tmp_path) as (url, _):
         client = Client(url)
@@ -574,9 +595,10 @@ def test_saved_weights_outlive_a_killed_server(model_dir, tmp_path):
         found = client.sample(client.sampler(model_path=weights), 0, prompt, prompt_logprobs=True)
         assert torch.allclose(found.prompt_logprobs[1:], logprobs[0], atol=1e-4)
         assert not unfinished.exists()
+        count = load_all(client, made["model_id"], tmp_path / model / "weights")
         (tmp_path / model / "weights" / "s" / "weights.safetensors").write_bytes(b"damaged")
         with pytest.raises(Refused, match="instead of"):
-            client.do("load_weights", model_id=made["model_id"], seq_id=2, path=state, optimizer=True)
+            client.do("load_weights", model_id=made["model_id"], seq_id=2 + count, path=state, optimizer=True)
 
 
 def test_the_compiled_messages_are_those_of_the_published_file(tmp_path):
