@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from google.protobuf import descriptor_pb2, message_factory
@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from rl4llm.core.errors import DataError
+from rl4llm.core.schema import check_fields
 from rl4llm.core.types import Completion
 
 COMPILED = Path(__file__).with_name("messages.binpb")
@@ -25,6 +26,7 @@ MESSAGES: dict[str, Any] = message_factory.GetMessages(
 )
 DTYPES = {1: torch.float32, 2: torch.int64, 3: torch.int32, 4: torch.bfloat16}
 STOPPED, TOO_LONG = 0, 1
+Part = TypeVar("Part")
 NOTHING, NO_LOGPROB = 0, -99999.0  # what stands for no token in a matrix of the likeliest ones
 
 
@@ -46,6 +48,16 @@ class ForwardBackward:
     loss_fn: str
     options: dict[str, float | str]
     forward_only: bool
+
+
+def read(kind: type[Part], given: Mapping[str, Any], where: str, **more: Any) -> Part:
+    """Return a dataclass with the fields of a JSON object, null ones at their defaults; raise ConfigError, which names a
+    field as `where` has it, for a value that is not accepted.
+    """
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # no type says that it is a dataclass
+    part = kind(**more, **{name: given[name] for name in names if given.get(name) is not None})
+    check_fields(part, where)
+    return part
 
 
 def message(name: str, **fields: Any) -> Any:

@@ -9,7 +9,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,34 @@ from rl4llm.backends.optimizer import OptimizerOptions
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_backend import ADAPTER_WEIGHTS
 from rl4llm.core.errors import CheckpointError, ConfigError, EngineError, unknown
+from rl4llm.core.schema import Beta, Natural, NonNegative
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.tinker.losses import TARGETS, all_computed, batch_of, check_data, loss_of, total
-from rl4llm.extensions.tinker.messages import Datum, ForwardBackward
+from rl4llm.extensions.tinker.messages import Datum, ForwardBackward, read
 from rl4llm.inference.local import LocalClient
 from rl4llm.inference.paths import context_limit
 
 ALPHA = 32  # of every adapter, whatever its rank, so that a learning rate suits all ranks
 TOKENS_AT_ONCE = 4096  # of a forward and backward pass; the gradients of several add up
 SAMPLERS = 4  # loaded at once, beside the base models
-ADAM = {
-    "learning_rate": "lr",
-    "eps": "eps",
-    "weight_decay": "weight_decay",
-    "grad_clip_norm": "max_grad_norm",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """The parameters of a step, with the SDK's names and defaults; `grad_clip_norm` 0 never clips."""
+
+    learning_rate: NonNegative = 1e-4
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: NonNegative = 1e-12
+    weight_decay: NonNegative = 0.0
+    grad_clip_norm: NonNegative = 0.0
+
+    def options(self) -> OptimizerOptions:
+        """Return them as the optimizer takes them."""
+        return OptimizerOptions(
+            self.learning_rate, self.weight_decay, (self.beta1, self.beta2), self.eps, self.grad_clip_norm
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +60,10 @@ class Shape:
     """What of a base model trains: an adapter of this `rank`, or with rank 0 all of its weights."""
 
     base_model: str
-    rank: int = 32
+    rank: Natural = 32
     seed: int = 0
-    mlp: bool = True
-    attention: bool = True
-
-    @classmethod
-    def of(cls, base_model: str, lora: Mapping[str, Any]) -> Shape:
-        """Return the shape that a request's `lora_config` describes."""
-        given = {"rank": lora.get("rank"), "seed": lora.get("seed")}
-        given |= {"mlp": lora.get("train_mlp"), "attention": lora.get("train_attn")}
-        return cls(base_model, **{name: value for name, value in given.items() if value is not None})
+    train_mlp: bool = True
+    train_attn: bool = True
 
     def facts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it."""
@@ -88,9 +94,9 @@ class Base:
 
 def _targets(model: PreTrainedModel, shape: Shape) -> Sequence[str]:
     """Return the names of layers to adapt; none for all of them."""
-    if shape.mlp and shape.attention:
+    if shape.train_mlp and shape.train_attn:
         return ()
-    if not (shape.mlp or shape.attention):
+    if not (shape.train_mlp or shape.train_attn):
         raise ConfigError(
             "lora_config has train_mlp=false and train_attn=false: nothing would train. Set one to true."
         )
@@ -100,7 +106,7 @@ def _targets(model: PreTrainedModel, shape: Shape) -> Sequence[str]:
     others = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "mlp" in name
     ]
-    return sorted({name.rpartition(".")[2] for name in (names if shape.attention else others)})
+    return sorted({name.rpartition(".")[2] for name in (names if shape.train_attn else others)})
 
 
 class Trained:
@@ -150,13 +156,10 @@ class Trained:
 
         Raises ConfigError for other parameters, and EngineError if the gradient is not finite: then the weights stay.
         """
-        accepted = {*ADAM, "beta1", "beta2"}
-        if other := sorted(given.keys() - accepted - {"type"}):
+        accepted = [field.name for field in fields(AdamParams)]
+        if other := sorted(given.keys() - {*accepted, "type"}):
             raise ConfigError(unknown("adam_params", other[0], accepted))
-        options = {own: given[name] for name, own in ADAM.items() if name in given}
-        options = {"lr": 1e-4, "eps": 1e-12, "max_grad_norm": 0.0, **options}
-        betas = float(given.get("beta1", 0.9)), float(given.get("beta2", 0.95))
-        self.backend.optimizer.use(OptimizerOptions(betas=betas, **options))
+        self.backend.optimizer.use(read(AdamParams, given, "adam_params").options())
         metrics = self.backend.optim_step()
         if "skipped" in metrics:
             raise EngineError(

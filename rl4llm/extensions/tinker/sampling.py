@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import SamplingParams
-from rl4llm.extensions.tinker.messages import NO_LOGPROB, NOTHING, PromptScores, encode_samples
+from rl4llm.core.schema import Count, NonNegative, Share
+from rl4llm.core.types import Completion, SamplingParams
+from rl4llm.extensions.tinker.messages import NO_LOGPROB, NOTHING, PromptScores, encode_samples, read
 from rl4llm.extensions.tinker.models import ModelSampler, after_first, likeliest
 from rl4llm.runtime.seeds import derive_seed
 
@@ -21,6 +23,19 @@ REFUSED = {
     "prompt_alt_tokens_k": "other tokens for a prompt's places",
     "record_stability_info": "what loss_fn='stable_reinforce' reads (set loss_fn=importance_sampling)",
 }
+NO_ROOM = Completion("", (), (), "length", 0)  # behind a prompt that fills the context
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The `sampling_params` of a request, with the SDK's names and defaults. An empty list as `stop` never stops."""
+
+    max_tokens: Count | None = None
+    temperature: NonNegative = 1.0
+    top_p: Share = 1.0
+    top_k: int = -1
+    stop: str | Sequence[str] | Sequence[int] | None = None
+    seed: int | None = None
 
 
 async def drawn(sampler_of: Callable[[], ModelSampler], body: Mapping[str, Any]) -> bytes:
@@ -31,13 +46,15 @@ async def drawn(sampler_of: Callable[[], ModelSampler], body: Mapping[str, Any])
     tokens = _tokens(body["prompt"])
     count, given = count_of(body), body.get("sampling_params") or {}
     sampler = sampler_of()
+    room = sampler.client.context_length - len(tokens)
+    params = params_of(given, room)
+    _check_prompt(tokens, sampler, scored=bool(body.get("prompt_logprobs")) and params.max_tokens == 1)
     _check_counts(body, len(tokens), sampler.client.vocab_size)
     sampler.running += 1
     try:
-        params = params_of(given, sampler.client.context_length - len(tokens))
         seeds = [derive_seed(params.seed, "sample", number) for number in range(count)]
-        asked = (sampler.client.generate(tokens, params.replace(seed=seed)) for seed in seeds)
-        completions = await asyncio.gather(*asked)  # refuses a prompt that the model cannot read
+        drawing = (sampler.client.generate(tokens, params.replace(seed=seed)) for seed in seeds)
+        completions = await asyncio.gather(*drawing) if room else [NO_ROOM] * count
         prompt = _scores(sampler, tokens, body)
         top = body.get("topk_sample_logprobs") or 0
         likely: list[tuple[Tensor, Tensor] | None] = [None] * count
@@ -58,6 +75,18 @@ def count_of(body: Mapping[str, Any]) -> int:
     return count
 
 
+def _check_prompt(tokens: list[int], sampler: ModelSampler, *, scored: bool) -> None:
+    """Raise ConfigError for a prompt that the model cannot read; one that is only `scored` may fill the context."""
+    most, vocabulary = sampler.client.context_length - (not scored), sampler.client.vocab_size
+    if not 1 <= len(tokens) <= most:
+        raise ConfigError(
+            f"The prompt has {len(tokens)} tokens. Accepted: 1 to {most}. The model's context of "
+            f"{sampler.client.context_length} has the completion too; compute_logprobs needs no room for one."
+        )
+    if wrong := [token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)]:
+        raise ConfigError(f"The prompt has the token id {wrong[0]!r}. Accepted: 0 to {vocabulary - 1}.")
+
+
 def _check_counts(body: Mapping[str, Any], length: int, vocabulary: int) -> None:
     ranges = {"topk_prompt_logprobs": (0, vocabulary), "topk_sample_logprobs": (0, vocabulary)}
     for key, (least, most) in {**ranges, "prompt_logprobs_last_n": (1, max(length, 1))}.items():
@@ -68,19 +97,17 @@ def _check_counts(body: Mapping[str, Any], length: int, vocabulary: int) -> None
 
 def params_of(given: Mapping[str, Any], room: int) -> SamplingParams:
     """Return the parameters of a request; without `max_tokens` a completion may fill the room that is left."""
-    stop = given.get("stop") or ()
-    stop = [stop] if isinstance(stop, str) else list(stop)
-    optional: dict[str, Any] = {
-        "temperature": given.get("temperature"),
-        "top_p": given.get("top_p"),
-        "max_tokens": max(room, 1) if given.get("max_tokens") is None else given["max_tokens"],
-        "seed": secrets.randbits(62) if given.get("seed") is None else given["seed"],
-    }
+    asked = read(Asked, given, "sampling_params")
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
     return SamplingParams(
-        top_k=max(given.get("top_k") or 0, 0),
-        stop=tuple(item for item in stop if isinstance(item, str)),
+        max_tokens=asked.max_tokens or max(room, 1),
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=max(asked.top_k, 0),
+        stop=tuple(item for item in stop if isinstance(item, str) and item),
         stop_token_ids=tuple(item for item in stop if isinstance(item, int)),
-        **{name: value for name, value in optional.items() if value is not None},
+        seed=secrets.randbits(62) if asked.seed is None else asked.seed,
+        ignore_eos=asked.stop is not None and not stop,
     )
 
 

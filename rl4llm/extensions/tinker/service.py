@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import CheckpointError, ConfigError, EngineError, unknown
-from rl4llm.extensions.tinker.messages import encode_losses, parse, read_forward_backward
+from rl4llm.extensions.tinker.messages import encode_losses, parse, read, read_forward_backward
 from rl4llm.extensions.tinker.models import Base, Samplers, Shape, Trained
 from rl4llm.extensions.tinker.sampling import count_of, drawn
 from rl4llm.extensions.tinker.store import PASSING, SAMPLER, WEIGHTS, Store
@@ -69,7 +69,7 @@ class Service:
         model_id = self._model_id(body)
 
         def job() -> bytes:
-            shape = Shape.of(body["base_model"], body.get("lora_config") or {})
+            shape = read(Shape, body.get("lora_config") or {}, "lora_config", base_model=body["base_model"])
             _check_optimizer(body.get("optimizer_config"))
             self._models[model_id] = self._new(shape)
             return _json(type="create_model", model_id=model_id)
@@ -134,15 +134,15 @@ class Service:
         def job() -> bytes:
             path, facts = self.store.find(body["path"], WEIGHTS)
             _check_optimizer(body.get("optimizer_config"))
-            if created:
-                facts |= {"base_model": body.get("base_model") or facts["base_model"]}
-                self._models[model_id] = self._new(Shape(**facts))
-            try:
-                self._models[model_id].load(path, optimizer=body["optimizer"])
-            except CheckpointError:
-                if created:
-                    del self._models[model_id]
-                raise
+            facts |= {"base_model": body.get("base_model") or facts["base_model"]}
+            model = self._new(Shape(**facts)) if created else self._models[model_id]
+            if (saved := facts["rank"]) != model.shape.rank:
+                raise CheckpointError(
+                    f"{body['path']} has lora_rank={saved}, and this model {model.shape.rank}. Next: make a model of "
+                    "these weights with create_training_client_from_state."
+                )
+            model.load(path, optimizer=body["optimizer"])
+            self._models[model_id] = model
             return _json(type="load_weights", path=body["path"], model_id=model_id)
 
         if created:

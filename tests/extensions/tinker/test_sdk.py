@@ -72,6 +72,7 @@ sampling = training.save_weights_and_get_sampling_client().result()
 scored = sampling.compute_logprobs(types.ModelInput.from_ints([3, 4, 5, 6])).result()
 trained = training.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
 assert scored[0] is None and all(abs(a - b) < 1e-4 for a, b in zip(scored[1:], trained)), (scored, trained)
+assert len(sampling.compute_logprobs(types.ModelInput.from_ints([3] * 512)).result()) == 512  # the whole context
 again = service.create_training_client_from_state_with_optimizer(state).result()
 assert again.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist() == trained
 print("done")

@@ -37,12 +37,14 @@ from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.tinker import service
 from rl4llm.extensions.tinker.messages import COMPILED, message
 from rl4llm.extensions.tinker.models import Shape
+from rl4llm.extensions.tinker.sampling import params_of
 from rl4llm.extensions.tinker.turns import JobWorker, Order
 from rl4llm.inference.local import MAX_ROWS
 
 PROMPT, ANSWER = 5, 7  # tokens
 NEVER = 1e9  # a clip that never cuts
 LEARNS = {"learning_rate": 0.01}
+SCORED = {"params": {"max_tokens": 1}, "prompt_logprobs": True}  # what compute_logprobs asks for
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +357,13 @@ def test_a_step_on_a_gradient_that_is_not_finite_is_an_error(client):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"params": {"max_tokens": 0}}, "max_tokens=0 is not accepted: at least 1"),
+        (
+            {"params": {"max_tokens": 0}},
+            "sampling_params.max_tokens=0 is not accepted: a whole number, 1 or above",
+        ),
+        ({"params": {"max_tokens": 2.5}}, "sampling_params.max_tokens=2.5 is not accepted"),
+        ({"params": {"temperature": "hot"}}, "sampling_params.temperature='hot' is not accepted"),
+        ({"params": {"stop": 7}}, "sampling_params.stop=7 is not accepted"),
         ({"count": 0}, "num_samples=0 is not accepted"),
         ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1 is not accepted. Accepted: 0 to"),
         ({"topk_sample_logprobs": -1}, "topk_sample_logprobs=-1 is not accepted"),
@@ -363,9 +371,11 @@ def test_a_step_on_a_gradient_that_is_not_finite_is_an_error(client):
             {"prompt_logprobs": True, "prompt_logprobs_last_n": 5},
             "prompt_logprobs_last_n=5 .* Accepted: 1 to 4",
         ),
-        ({"tokens": [3, 10**6], "prompt_logprobs": True}, "token id 1000000 is outside the vocabulary"),
-        ({"tokens": [3] * 512, "prompt_logprobs": True}, "a prompt of 512 tokens leaves no room"),
-        ({"tokens": [], "prompt_logprobs": True}, "the prompt is empty"),
+        ({"tokens": [3, 10**6], "prompt_logprobs": True}, "token id 1000000. Accepted: 0 to"),
+        ({"tokens": [3, 4.5]}, r"token id 4\.5\. Accepted: 0 to"),
+        ({"tokens": [3] * 512, "prompt_logprobs": True}, "has 512 tokens. Accepted: 1 to 511"),
+        ({"tokens": [3] * 513, **SCORED}, "has 513 tokens. Accepted: 1 to 512"),
+        ({"tokens": [], "prompt_logprobs": True}, "has 0 tokens. Accepted: 1 to 511"),
     ],
 )
 def test_a_sample_that_cannot_be_drawn_is_refused_by_name(client, asked, message, caplog):
@@ -374,6 +384,33 @@ def test_a_sample_that_cannot_be_drawn_is_refused_by_name(client, asked, message
         client.sample(sampler, 0, **{"tokens": [3, 4, 5, 6], **asked})
     gc.collect()
     assert not caplog.records  # only the client gets the error
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored(client):
+    ids = torch.randint(3, 300, (513,), generator=torch.Generator().manual_seed(2))
+    inputs = {"target_tokens": ids[1:], "weights": torch.ones(512)}
+    (expected,), _ = client.losses(client.model(), 1, [(ids[:-1].tolist(), inputs)], forward_only=True)
+    found = client.sample(client.sampler(base_model=NAME), 0, ids[:-1].tolist(), **SCORED)
+    assert torch.allclose(found.prompt_logprobs[1:], expected[:-1], atol=1e-4)
+    assert (found.tokens, found.stops) == ([[]], ["length"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"learning_rate": -1.0}, "adam_params.learning_rate=-1.0 is not accepted"),
+        ({"beta1": 1.5}, "adam_params.beta1=1.5 is not accepted"),
+        ({"beta2": "x"}, "adam_params.beta2='x' is not accepted"),
+        ({"eps": -1e-8}, "adam_params.eps=-1e-08 is not accepted"),
+        ({"weight_decay": math.inf}, "adam_params.weight_decay=inf is not accepted"),
+        ({"grad_clip_norm": -1}, "adam_params.grad_clip_norm=-1 is not accepted"),
+        ({"lr": 1e-4}, "Known: beta1, beta2, eps, grad_clip_norm, learning_rate, weight_decay"),
+    ],
+)
+def test_errors_of_a_step_name_what_the_client_wrote(client, given, message):
+    with pytest.raises(Refused, match=message) as caught:
+        client.do("optim_step", model_id=client.model(), seq_id=1, adam_params=given)
+    assert caught.value.args[0] == "user"
 
 
 def test_requests_that_cannot_be_served_are_refused_by_name(server, client):
@@ -393,6 +430,8 @@ def test_requests_that_cannot_be_served_are_refused_by_name(server, client):
         (lambda: client.sampler(model_path="tinker://../sampler_weights/b"), 400, "not a name"),
         (lambda: client.model(7, base_model="other"), "user", "--model other=DIRECTORY"),
         (lambda: client.model(8, train_mlp=False, train_attn=False), "user", "nothing would train"),
+        (lambda: client.model(9, rank=-1), "user", "lora_config.rank=-1 is not accepted"),
+        (lambda: client.model(10, train_mlp="no"), "user", "lora_config.train_mlp='no' is not accepted"),
         (
             lambda: client.do("optim_step", model_id=model, seq_id=1, optimizer_params={"type": "dimuon"}),
             "user",
@@ -442,6 +481,8 @@ def test_saved_weights_continue_with_the_optimizer_or_without(client):
     assert found[0] == gone_on and found[1] != pytest.approx(gone_on, rel=1e-4)
     client.do("load_weights", model_id=model, seq_id=9, path=path, optimizer=True)
     assert step(model, 10) == gone_on
+    with pytest.raises(Refused, match="one has lora_rank=4, and this model 8"):
+        client.do("load_weights", model_id=client.model(3, rank=8), seq_id=1, path=path, optimizer=True)
     assert client.call("weights_info", tinker_path=path) == {
         "base_model": NAME,
         "is_lora": True,
@@ -481,6 +522,13 @@ def test_samples_come_from_the_weights_as_they_were_saved(client, rank):
         assert torch.allclose(scored[len(prompt) :], found.logprobs[0], atol=1e-4)
     base = client.sample(client.sampler(base_model=NAME), 0, prompt, prompt_logprobs=True).prompt_logprobs
     assert not torch.allclose(base[1:], expected, atol=1e-2)
+
+
+def test_an_empty_list_of_stops_never_stops():
+    stops = {"never": [], "id": [3], "text": "x", "default": None}
+    params = {name: params_of({"stop": stop}, 8) for name, stop in stops.items()}
+    assert [name for name, one in params.items() if one.ignore_eos] == ["never"]
+    assert params["id"].stop_token_ids == (3,) and params["text"].stop == ("x",)
 
 
 def test_a_stop_ends_a_sample_and_is_its_last_token(client):

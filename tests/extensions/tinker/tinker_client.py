@@ -118,7 +118,7 @@ def sparse(tensor):
 
 
 def numbers(data, dtype=torch.float32):
-    return torch.frombuffer(bytearray(data), dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.zeros(0, dtype=dtype)
 
 
 def read_losses(body):
