@@ -43,6 +43,8 @@ def application(service: Service, key: str) -> web.Application:
         app.router.add_post(f"/api/v1/{verb}", _verb)
     app.router.add_post("/api/v1/forward_backward", _forward_backward)
     app.router.add_post("/api/v1/retrieve_future", _retrieve_future)
+    app.router.add_post("/api/v1/sessions/{session_id}/finish", _finish)
+    app.router.add_delete("/api/v1/training_runs/{run}/checkpoints/{kind}/{name}", _delete)
     app.router.add_post("/api/v1/client/config", _client_config)
     app.router.add_get("/api/v1/get_server_capabilities", _capabilities)
     app.router.add_get("/api/v1/healthz", _healthz)
@@ -118,6 +120,15 @@ def _failure(error: BaseException) -> dict[str, Any]:
         return {"error": str(error), "category": "user"}
     log.error("A request failed.", exc_info=error)
     return {"error": f"{type(error).__name__}: {error}", "category": "server"}
+
+
+async def _finish(request: web.Request) -> web.Response:
+    return web.json_response(request.app[SERVICE].finish(request.match_info["session_id"]))
+
+
+async def _delete(request: web.Request) -> web.Response:
+    request.app[SERVICE].store.delete("tinker://{run}/{kind}/{name}".format(**request.match_info))
+    return web.Response(status=204)
 
 
 async def _client_config(request: web.Request) -> web.Response:

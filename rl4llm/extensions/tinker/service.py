@@ -65,6 +65,12 @@ class Service:
         self._seen[body["session_id"]] = time.monotonic()
         return {"type": "session_heartbeat"}
 
+    def finish(self, session_id: str) -> Body:
+        """End a session as its client asks to; one that has ended stays so."""
+        if session_id in self._seen:
+            self._end(session_id)
+        return {"type": "finish_session"}
+
     def create_model(self, body: Body) -> Body:
         model_id = self._model_id(body)
 
@@ -243,9 +249,10 @@ class Service:
     def _end(self, session_id: str) -> None:
         del self._seen[session_id]
         for table in (self._sampling, self._promises):
-            for key in [key for key in table if key.partition(":")[0] == session_id]:
-                del table[key]
-        for model_id in [key for key in self._orders if key.partition(":")[0] == session_id]:
+            for key in list(table):  # the worker's thread adds some
+                if key.partition(":")[0] == session_id:
+                    table.pop(key, None)
+        for model_id in [key for key in list(self._orders) if key.partition(":")[0] == session_id]:
             self._models.pop(model_id, None)  # so that what is queued for it is not computed
             self.worker.put(session_id, partial(self._unload, model_id), Future())
 

@@ -87,6 +87,11 @@ class Store:
             )
         return path, json.loads((path / FACTS).read_text())
 
+    def delete(self, address: str) -> None:
+        """Delete named weights; raise CheckpointError if they were not found."""
+        path, _ = self.find(address, WEIGHTS, SAMPLER)
+        shutil.rmtree(path.rename(path.with_name(f"{path.name}~deleted")))
+
     def drop_passing(self, model_id: str) -> None:
         """Delete the weights of a model that have no name."""
         shutil.rmtree(self.root / model_id / PASSING, ignore_errors=True)
