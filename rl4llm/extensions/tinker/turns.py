@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -112,9 +113,17 @@ def _settle(task: asyncio.Task[bytes], outcome: Future[bytes]) -> None:
     if task.cancelled():
         outcome.set_exception(EngineError("The server stopped."))
     elif (error := task.exception()) is not None:
+        _forget_locals(error)
         outcome.set_exception(error)
     else:
         outcome.set_result(task.result())
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Free what the functions that raised an error were computing with: it is kept until its client has read it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class Order:
