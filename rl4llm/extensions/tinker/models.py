@@ -33,7 +33,7 @@ from rl4llm.inference.local import LocalClient
 from rl4llm.inference.paths import context_limit
 
 ALPHA = 32  # of every adapter, whatever its rank, so that a learning rate suits all ranks
-TOKENS_AT_ONCE = 4096  # of a forward and backward pass; the gradients of several add up
+TOKENS_AT_ONCE = 512  # of a forward and backward pass: more is no faster on a CPU and needs more memory
 SAMPLERS = 4  # loaded at once, beside the base models
 
 
@@ -226,7 +226,7 @@ class ModelSampler:
     def distributions(self, token_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
         """Return the log-probs (N - 1, V) of what follows each token but the last."""
         logits = self.model(input_ids=torch.tensor([token_ids], device=self.model.device)).logits[0, :-1]
-        return (logits.float() / (temperature or 1.0)).log_softmax(-1)
+        return logits.float().div_(temperature or 1.0).log_softmax(-1)  # in place, as logits are large
 
 
 class Samplers:
