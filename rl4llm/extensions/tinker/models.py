@@ -255,9 +255,9 @@ class Samplers:
             del self._saved[path]
         return self._saved[weights]
 
-    def drop(self, below: Path) -> None:
-        """Forget the samplers of weights below a directory."""
-        for path in [path for path in self._saved if path.is_relative_to(below)]:
+    def keep(self, used: set[Path | None]) -> None:
+        """Forget the samplers of all other weights."""
+        for path in self._saved.keys() - used:
             del self._saved[path]
 
     @property

@@ -21,6 +21,7 @@ from rl4llm.extensions.tinker.models import Base, Samplers, Shape, Trained
 from rl4llm.extensions.tinker.sampling import count_of, drawn
 from rl4llm.extensions.tinker.store import PASSING, SAMPLER, WEIGHTS, Store
 from rl4llm.extensions.tinker.turns import Job, JobWorker, Order
+from rl4llm.runtime.cpu import return_freed_memory
 
 IDLE_S = 120.0  # a session without a heartbeat for so long is over; clients send one every 10 s
 GAP_S = 60.0  # requests of a model wait so long for an earlier one that has not arrived
@@ -209,6 +210,7 @@ class Service:
         if request_id not in self._promises:
             promise = self._promise(request_id, model_id.partition(":")[0])
             self.worker.put(promise.session_id, partial(self._unload, model_id), promise.outcome)
+            self.worker.put(promise.session_id, self._free, Future())
         return {"request_id": request_id, "model_id": model_id}
 
     def telemetry(self, body: Body) -> Body:
@@ -255,14 +257,24 @@ class Service:
         for model_id in [key for key in list(self._orders) if key.partition(":")[0] == session_id]:
             self._models.pop(model_id, None)  # so that what is queued for it is not computed
             self.worker.put(session_id, partial(self._unload, model_id), Future())
+        self.worker.put(session_id, self._free, Future())
 
     def _unload(self, model_id: str) -> bytes:
         """Free a model; runs as a job, since jobs before it use the model."""
         self._models.pop(model_id, None)
-        self._samplers.drop(self.store.root / model_id / PASSING)
+        passing = self.store.root / model_id / PASSING
+        for key, (_, path, _) in list(self._sampling.items()):
+            if path is not None and path.parent == passing:
+                self._sampling.pop(key, None)
         self.store.drop_passing(model_id)
         self._orders.pop(model_id, None)  # last: who sees it gone finds no files
         return _json(type="unload_model", model_id=model_id)
+
+    def _free(self) -> bytes:
+        """Forget the samplers that no client can ask any more, and return the memory of what has gone; runs as a job."""
+        self._samplers.keep({path for _, path, _ in list(self._sampling.values())})
+        return_freed_memory()
+        return b""
 
     def _begin(self, model_id: str, session_id: str, job: Job) -> Body:
         """Accept the request that makes a model."""

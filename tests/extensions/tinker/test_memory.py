@@ -3,9 +3,36 @@
 import weakref
 from concurrent.futures import Future
 
+import pytest
 import torch
+from tinker_client import Client, Refused, served_here
 
 from rl4llm.extensions.tinker.turns import JobWorker
+
+
+@pytest.fixture
+def server(model_dir, tmp_path):
+    with served_here(model_dir, tmp_path) as found:
+        yield found
+
+
+def test_a_closed_session_frees_what_only_it_used(server):
+    service, closing, client = server[1], Client(server[0]), Client(server[0])
+    model = closing.model()
+    for named, path in ((closing, "own"), (client, "shared")):
+        seq = 1 if path == "own" else 2
+        address = closing.do("save_weights_for_sampler", model_id=model, seq_id=seq, path=path)["path"]
+        named.sample(named.sampler(model_path=address), 0, [3, 4])
+    held = {path.name: weakref.ref(sampler) for path, sampler in service._samplers._saved.items()}
+    trained = weakref.ref(service._models[model].backend)
+    for _ in range(2):
+        assert closing.post(f"sessions/{closing.session}/finish", b"{}") == {"type": "finish_session"}
+    with pytest.raises(Refused, match="unknown"):
+        closing.call("session_heartbeat", session_id=closing.session)
+    for number in range(2):  # behind the jobs that free
+        client.model(number)
+    assert trained() is None and held["own"]() is None and held["shared"]() is not None
+    assert not [key for key in service._sampling if key.startswith(closing.session)]
 
 
 def test_an_error_that_waits_for_its_client_holds_no_tensors():
