@@ -5,12 +5,11 @@ import copy
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import pytest
-from forked_python import python
+from test_plan import WITHIN, measured
 from transformers import Qwen3VLForConditionalGeneration
 from vision_models import TEXTS, vision_directories, vision_directory  # noqa: F401 - fixtures
 from vision_models import vision_of as vision_of_files
@@ -29,7 +28,7 @@ from rl4llm.extensions.inspect.plan.plan import make_plan
 from rl4llm.extensions.inspect.plan.shape import read_tower
 from rl4llm.extensions.inspect.plan.show import tables
 
-WITHIN, SIDE = 0.2, 32  # pixels of a token
+SIDE = 32  # pixels of a token
 
 
 def picture(rows, columns, seed=0):
@@ -74,11 +73,7 @@ def runs(model, tmp_path_factory):
         name: {**own, "model.vision": vision, "output.dir": str(root / name)}
         for name, vision in (("warm", "frozen"), ("frozen", "frozen"), ("train", "train"))
     }
-    script = Path(__file__).with_name("measured_runs.py")
-    done = python(script, json.dumps(kinds), root / "took.json", timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    took = json.loads((root / "took.json").read_text())
-    return {name: (load_config(None, kind), max(took[name].values())) for name, kind in kinds.items()}
+    return measured(kinds, root / "took.json")
 
 
 @pytest.mark.parametrize("vision", ["frozen", "train"])
