@@ -135,11 +135,6 @@ class Hints(BaseMDPEnv):
         return [ChatMessage("user", "Higher.")]
 
 
-class OneHint(Hints):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, max_steps=1, **kwargs)
-
-
 def test_a_run_warns_of_replies_that_no_turn_reads(model_dir, tmp_path, capsys):
     for number, (env, keys, expected) in enumerate(
         [
@@ -147,13 +142,12 @@ def test_a_run_warns_of_replies_that_no_turn_reads(model_dir, tmp_path, capsys):
             (f"{__name__}:Hints", {}, 1),
             (Hints, {"env.max_steps": 1}, 0),
             (Hints, {"env.max_steps": 2}, 0),
-            (OneHint, {}, 0),
             (None, {}, 0),
         ]
     ):
         trainer(model_dir, tmp_path / f"{number}", env=env, **keys).trainer.close()
         shown = " ".join(capsys.readouterr().out.split())
-        assert len(re.findall(r"the policy reads no message that \w+\.respond returns", shown)) == expected
+        assert shown.count("the policy reads no message that Hints.respond returns") == expected
 
 
 def test_a_tokenizer_of_another_model_is_refused_by_name(model_dir, tokenizer, tmp_path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rl4llm.compose.environments import make_prompts
 from rl4llm.compose.setup import Setup
 from rl4llm.config import Config, by_part
-from rl4llm.core.base_env import ONE_TURN, BaseMDPEnv
+from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError, SpecialTokenError, TemplateError
 from rl4llm.core.registry import load
 from rl4llm.core.schema import accepted_options
@@ -188,7 +188,7 @@ def fit_datasets(
 
     They count the rows that were left out, and the held-out prompts that are also in the training data.
     """
-    config, warnings = setup.config, _unread_replies(env, prefix)
+    config, warnings = setup.config, _unread_replies(env, setup.config, prefix)
     if held_out and config.max_steps:  # an evaluation has no training data
         overlap_warnings = load("rl4llm.data.overlap:overlap_warnings")
         warnings += overlap_warnings(env.dataset, held_out.dataset, f"{prefix}eval")
@@ -205,10 +205,10 @@ def fit_datasets(
     return warnings + ([] if prefix else few_rows(setup, env.dataset))
 
 
-def _unread_replies(env: BaseMDPEnv, prefix: str) -> list[str]:
+def _unread_replies(env: BaseMDPEnv, config: Config, prefix: str) -> list[str]:
     """Return a warning if an environment of the user answers, and the default of one turn ends each episode before."""
     own = not type(env).respond.__module__.startswith("rl4llm.")
-    if not own or env.max_steps is not ONE_TURN:
+    if not own or env.max_steps > 1 or "max_steps" in config.env:
         return []
     return [
         f"{prefix}env: an episode has one turn, so the policy reads no message that {type(env).__name__}.respond returns. "

@@ -38,8 +38,6 @@ __all__ = [
     "Special",
     "messages_of",
 ]
-ONE_TURN: int = type("Default", (int,), {})(1)
-"""The default of `max_steps`; a 1 that someone chose is another object."""
 
 
 class BaseMDPEnv(Player):
@@ -96,7 +94,7 @@ class BaseMDPEnv(Player):
         reward_functions: Sequence[BaseRewardFunction],
         batch_size: int = 1,
         group_size: int = 1,
-        max_steps: Count = ONE_TURN,
+        max_steps: Count = 1,
         tool_schemas: Sequence[Mapping[str, Any]] | None = None,
         rank: int = 0,
         world_size: int = 1,
