@@ -246,7 +246,7 @@ class Samplers:
         if weights not in self._saved:
             if not weights.is_dir():
                 raise CheckpointError(
-                    "These weights had no name and were replaced by newer ones. Make a new sampling client."
+                    "These weights were deleted, or had no name and were replaced by newer ones. Make a new sampling client."
                 )
             self._saved[weights] = ModelSampler(self._bases[name], weights, shape, self._dtype)
         self._saved.move_to_end(weights)

@@ -80,8 +80,8 @@ def _check_prompt(tokens: list[int], sampler: ModelSampler, *, scored: bool) -> 
     most, vocabulary = sampler.client.context_length - (not scored), sampler.client.vocab_size
     if not 1 <= len(tokens) <= most:
         raise ConfigError(
-            f"The prompt has {len(tokens)} tokens. Accepted: 1 to {most}. The model's context of "
-            f"{sampler.client.context_length} has the completion too; compute_logprobs needs no room for one."
+            f"The prompt has {len(tokens)} tokens. Accepted: 1 to {most}. The context of "
+            f"{sampler.client.context_length} tokens holds the completion too; compute_logprobs needs no room for one."
         )
     if wrong := [token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)]:
         raise ConfigError(f"The prompt has the token id {wrong[0]!r}. Accepted: 0 to {vocabulary - 1}.")

@@ -127,7 +127,8 @@ async def _finish(request: web.Request) -> web.Response:
 
 
 async def _delete(request: web.Request) -> web.Response:
-    request.app[SERVICE].store.delete("tinker://{run}/{kind}/{name}".format(**request.match_info))
+    address = "tinker://{run}/{kind}/{name}".format(**request.match_info)
+    await asyncio.wrap_future(request.app[SERVICE].delete(address))
     return web.Response(status=204)
 
 

@@ -67,7 +67,7 @@ class Service:
         return {"type": "session_heartbeat"}
 
     def finish(self, session_id: str) -> Body:
-        """End a session as its client asks to; one that has ended stays so."""
+        """End a session as its client asks to; for one that has ended this does nothing."""
         if session_id in self._seen:
             self._end(session_id)
         return {"type": "finish_session"}
@@ -105,9 +105,8 @@ class Service:
         request = parse(body)
         model_id = request.model_id
 
-        def job() -> (
-            bytes
-        ):  # tensors are read here: a request that is refused before it has a place would leave a gap
+        def job() -> bytes:
+            # Tensors are read here: a request that is refused before it has a place would leave a gap.
             return encode_losses(*self._models[model_id].forward_backward(read_forward_backward(request)))
 
         return self._ordered(model_id, request.seq_id, job, binary=True)
@@ -203,6 +202,19 @@ class Service:
         _, facts = self.store.find(body["tinker_path"], WEIGHTS, SAMPLER)
         return {"base_model": facts["base_model"], "is_lora": facts["rank"] > 0, "lora_rank": facts["rank"]}
 
+    def delete(self, address: str) -> Future[bytes]:
+        """Delete named weights and what samples from them, so that later ones of that name are loaded; runs as a job."""
+
+        def job() -> bytes:
+            deleted = self.store.delete(address)
+            for key in [key for key, (_, path, _) in list(self._sampling.items()) if path == deleted]:
+                self._sampling.pop(key, None)
+            return self._free()
+
+        outcome: Future[bytes] = Future()
+        self.worker.put("", job, outcome)
+        return outcome
+
     def unload_model(self, body: Body) -> Body:
         model_id = body["model_id"]
         self._check(model_id, self._orders, "model")
@@ -254,6 +266,7 @@ class Service:
             for key in list(table):  # the worker's thread adds some
                 if key.partition(":")[0] == session_id:
                     table.pop(key, None)
+        self.worker.drop(session_id)
         for model_id in [key for key in list(self._orders) if key.partition(":")[0] == session_id]:
             self._models.pop(model_id, None)  # so that what is queued for it is not computed
             self.worker.put(session_id, partial(self._unload, model_id), Future())

@@ -18,6 +18,7 @@ SCHEME = "tinker://"
 WEIGHTS, SAMPLER, PASSING = "weights", "sampler_weights", "passing"
 FACTS = "tinker.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+DELETED = "~deleted"  # behind the name of a checkpoint that is being deleted
 KEPT = 3  # passing weights of a model, which the next ones replace
 
 
@@ -32,7 +33,7 @@ class Store:
         root.mkdir(parents=True, exist_ok=True)
         for left in (*root.glob("*/*/*~*"), *root.glob(f"*/{PASSING}")):  # of a server that was killed
             final = left.with_name(left.name.partition("~")[0])
-            if final.exists() or manifest.damage(left):
+            if final.exists() or left.name.endswith(DELETED) or manifest.damage(left):
                 shutil.rmtree(left, ignore_errors=True)
             else:  # it was about to be replaced, or to be named
                 left.rename(final)
@@ -87,10 +88,11 @@ class Store:
             )
         return path, json.loads((path / FACTS).read_text())
 
-    def delete(self, address: str) -> None:
-        """Delete named weights; raise CheckpointError if they were not found."""
+    def delete(self, address: str) -> Path:
+        """Delete named weights, and return where they were; raise CheckpointError if they were not found."""
         path, _ = self.find(address, WEIGHTS, SAMPLER)
-        shutil.rmtree(path.rename(path.with_name(f"{path.name}~deleted")))
+        shutil.rmtree(path.rename(path.with_name(path.name + DELETED)), ignore_errors=True)
+        return path
 
     def drop_passing(self, model_id: str) -> None:
         """Delete the weights of a model that have no name."""

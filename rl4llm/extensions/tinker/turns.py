@@ -46,6 +46,10 @@ class JobWorker:
         """Queue the drawing of samples with `sequences` in all; `outcome` gets the answer."""
         self._loop.call_soon_threadsafe(self._ask, session_id, (sequences, draw, outcome))
 
+    def drop(self, session_id: str) -> None:
+        """Forget the samples that a client has asked for and that are not being drawn; their outcomes stay open."""
+        self._loop.call_soon_threadsafe(self._asked.pop, session_id, None)
+
     def close(self) -> None:
         """End the thread; what is queued is never computed."""
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,13 +1,17 @@
 """What nobody can ask for any more is freed."""
 
+import asyncio
+import threading
 import weakref
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
 from tinker_client import Client, Refused, served_here
 
 from rl4llm.extensions.tinker.turns import JobWorker
+from rl4llm.inference.local import MAX_ROWS
 
 
 @pytest.fixture
@@ -33,6 +37,29 @@ def test_a_closed_session_frees_what_only_it_used(server):
         client.model(number)
     assert trained() is None and held["own"]() is None and held["shared"]() is not None
     assert not [key for key in service._sampling if key.startswith(closing.session)]
+
+
+def test_samples_that_an_ended_session_queued_are_not_drawn():
+    worker, gate, drawn, outcome = JobWorker(), threading.Event(), [], Future()
+
+    async def first():
+        await asyncio.to_thread(gate.wait)
+        return b""
+
+    async def draw(name):
+        drawn.append(name)
+        return b""
+
+    try:
+        worker.sample("ended", MAX_ROWS, first, Future())
+        worker.sample("ended", MAX_ROWS, partial(draw, "ended"), Future())
+        worker.drop("ended")
+        worker.sample("other", MAX_ROWS, partial(draw, "other"), outcome)
+        gate.set()
+        outcome.result(60)
+    finally:
+        worker.close()
+    assert drawn == ["other"]
 
 
 def test_an_error_that_waits_for_its_client_holds_no_tensors():

@@ -524,11 +524,31 @@ def test_samples_come_from_the_weights_as_they_were_saved(client, rank):
     assert not torch.allclose(base[1:], expected, atol=1e-2)
 
 
+def test_weights_saved_under_a_deleted_name_are_sampled(client):
+    model, data, prompt = client.model(), demonstrations(), sequences()[0].tolist()
+
+    def saved(seq):
+        made = {"model_id": model, "seq_id": seq, "path": "again"}
+        address = client.do("save_weights_for_sampler", **made)["path"]
+        sampler = client.sampler(model_path=address)
+        return sampler, client.sample(sampler, 0, prompt, prompt_logprobs=True).prompt_logprobs[1:]
+
+    sampler, before = saved(1)
+    client.losses(model, 2, data)
+    client.do("optim_step", model_id=model, seq_id=3, adam_params=LEARNS)
+    client.post(f"training_runs/{model}/checkpoints/sampler_weights/again", None, method="DELETE")
+    _, after = saved(4)
+    (expected,), _ = client.losses(model, 5, data[:1], forward_only=True)
+    assert torch.allclose(after, expected, atol=1e-4) and not torch.allclose(after, before, atol=1e-2)
+    with pytest.raises(Refused, match="sampling session"):
+        client.sample(sampler, 1, prompt)
+
+
 def test_an_empty_list_of_stops_never_stops():
-    stops = {"never": [], "id": [3], "text": "x", "default": None}
+    stops = {"never": [], "id": [3], "text": "None", "default": None}
     params = {name: params_of({"stop": stop}, 8) for name, stop in stops.items()}
     assert [name for name, one in params.items() if one.ignore_eos] == ["never"]
-    assert params["id"].stop_token_ids == (3,) and params["text"].stop == ("x",)
+    assert params["id"].stop_token_ids == (3,) and params["text"].stop == ("None",)
 
 
 def test_a_stop_ends_a_sample_and_is_its_last_token(client):

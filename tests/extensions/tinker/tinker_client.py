@@ -37,12 +37,12 @@ class Client:
         self.session = self.call("create_session", sdk_version="0")["session_id"]
         self.samplers = 0
 
-    def post(self, verb, body, kind="application/json"):
+    def post(self, verb, body, kind="application/json", method="POST"):
         headers = {"X-API-Key": self.key, "Content-Type": kind}
-        request = urllib.request.Request(f"{self.url}/api/v1/{verb}", body, headers)
+        request = urllib.request.Request(f"{self.url}/api/v1/{verb}", body, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
-                data = answer.read()
+                data = answer.read() or b"{}"
                 return (
                     data if answer.headers["Content-Type"] == "application/x-protobuf" else json.loads(data)
                 )
