@@ -73,6 +73,12 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override, message)
     assert message in str(caught.value)
 
 
+def test_options_of_a_users_class_may_be_addresses_and_none():
+    option = "env={name: stepped, task: 'mine:Shop', cache: 'redis://host/0', mode: none}"
+    env = load_config(overrides=[*NEEDED, option]).env
+    assert (env["cache"], env["mode"]) == ("redis://host/0", "none")
+
+
 @pytest.mark.parametrize("preset", sorted((CONFIGS / "presets").glob("*.yaml")), ids=lambda path: path.name)
 def test_a_preset_is_laid_over_a_task_and_single_keys_over_both(preset):
     config = load_config(CONFIGS / "gsm8k_grpo.yaml", [str(preset), *NEEDED, "rollout.prompts=3"])

@@ -119,13 +119,13 @@ def warnings_of(config: Config, needs: Needs) -> list[str]:
 
 
 def _escapes(config: Config) -> list[str]:
-    r"""Return warnings about texts of prompts with a ``\n`` that a shell or single quotes kept; TeX has no such command."""
+    r"""Return warnings about texts of one line with a ``\n`` that a shell or single quotes kept, and that is not of TeX."""
     return [
         f"{f'parts.{part}.' if part else ''}data.{key} has a backslash and an n, which the policy reads as such. For a line "
-        f"break put double quotes around the text, as in 'data.{key}=\"a\\nb\"'."
+        f"break put double quotes around the text, as in 'data.{key}=\"Question:\\nAnswer:\"'."
         for part, own in by_part(config).items()
         for key in ("system_prompt", "prompt_template")
-        if re.search(r"\\n(?![a-z])", getattr(own.data, key) or "")
+        if "\n" not in (text := getattr(own.data, key) or "") and re.search(r"(?<!['\"`])\\n(?![a-z])", text)
     ]
 
 
@@ -193,9 +193,8 @@ def _check_texts(part: Config) -> None:
     for stop in part.rollout.stop:
         if not stop or re.fullmatch(r"(\\[nrt])+", stop):
             what = "is a backslash and a letter" if stop else "ends each turn at once"
-            raise ConfigError(
-                f"rollout.stop: {stop!r} {what}. Next: for a line break write 'rollout.stop=[\"\\n\"]'."
-            )
+            mend = "for a line break write 'rollout.stop=[\"\\n\"]'" if stop else "remove it"
+            raise ConfigError(f"rollout.stop: {stop!r} {what}. Next: {mend}.")
     prompt = part.data.system_prompt or ""
     if os.path.isfile(os.path.expanduser(prompt.removeprefix("@"))):
         raise ConfigError(

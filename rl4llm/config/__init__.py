@@ -22,7 +22,7 @@ from rl4llm.config.overrides import annotation, layer_of, read_yaml, whole_lists
 from rl4llm.config.references import expand_paths, hide_unset, references_in, variables, written
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.registry import elsewhere
-from rl4llm.core.schema import check_fields, hint_in, hints_of, is_text, refusal, takes
+from rl4llm.core.schema import check_fields, hint_in, hints_of, is_text, means_null, refusal, takes
 
 __all__ = [
     "CONFIGS", "Config", "LaunchConfig", "TrackingConfig", "annotation_of", "as_written", "by_part", "flatten",
@@ -272,9 +272,11 @@ def _merge(config: DictConfig, given: dict[str, Any]) -> DictConfig:
 
 
 def _check_texts(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a value of Python in a key for text that is not one."""
+    """Raise ConfigError for a value of Python in a key for text that is not one, and for a text where null was meant."""
     for key, value in given.items():
         hint = annotation_of(key)
+        if means_null(value, hint):
+            raise ConfigError(refusal(key, value, hint))
         listed = isinstance(value, list)
         for item in value if listed else [value]:
             if is_text(hint_in(hint, "0") if listed else hint) and not isinstance(item, str | Path | None):

@@ -21,6 +21,9 @@ References = dict[Path, tuple[str, Any]]
 PATH_KEY = re.compile(r"(.+_)?(path|dir|ca)|cache|config|corpus")
 """Names of keys and options for paths, in which ``~`` and ``$NAME`` are expanded."""
 
+OWN = [["model"], ["data"], ["eval"], ["output"]]
+"""Sections whose paths this machine opens; a class of the user may take addresses."""
+
 VARIABLE = re.compile(r"oc\.env:\s*([^,}\s]+)")
 
 
@@ -47,7 +50,7 @@ def _expanded(key: str, text: str) -> str:
             f"{key}={text!r} is a path of Windows, which this system cannot open. Next: write its path here; under "
             f"WSL it is /mnt/{drive}/{rest} if the shell kept all backslashes."
         )
-    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text):
+    if key.split(".")[-2:-1] in OWN and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text):
         raise ConfigError(
             f"{key}={text!r} is an address, not a path. Accepted: a directory or file that this machine has, or for a model "
             "and data a name on the hub."
@@ -88,9 +91,8 @@ def written(values: dict[str, Any], references: References, *, elsewhere: bool =
     secret = _secret_paths(values, references)
     for path, (text, value) in references.items():
         holder = _at(values, path[:-1])
-        if (path in secret or not elsewhere) and _at(
-            holder, path[-1:]
-        ) == value:  # not where it was replaced since
+        kept = path in secret or not elsewhere
+        if kept and _at(holder, path[-1:]) == value:  # not where it was replaced since
             holder[path[-1]] = text
     shown = redacted(values)
     assert isinstance(shown, dict)

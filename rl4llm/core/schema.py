@@ -141,7 +141,7 @@ def refusal(where: str, value: Any, hint: Any) -> str:
     near = did_you_mean(value, choices_of(hint)) if isinstance(value, str) else ""
     if value is None:
         near = " Set a value, or leave the key out if it has a default."
-    elif _means_null(value, hint):
+    elif means_null(value, hint):
         near = " Did you mean null?"
     elif isinstance(value, str) and not near and in_words(hint).startswith("a list"):
         near = f" Did you mean [{value:.80}]?"
@@ -194,7 +194,7 @@ def fits(value: Any, hint: Any) -> bool:
     """Return whether an annotation accepts a value; numbers must be finite."""
     kind, inner = _kind(hint), get_args(hint)
     if kind is Union:
-        return any(fits(value, one) for one in inner) and not _means_null(value, hint)
+        return any(fits(value, one) for one in inner)
     if kind is Annotated:
         return fits(value, inner[0]) and all(value in one for one in inner[1:] if isinstance(one, Range))
     if kind is Literal:
@@ -211,7 +211,7 @@ def fits(value: Any, hint: Any) -> bool:
     return kind not in WHAT or isinstance(value, kind)
 
 
-def _means_null(value: Any, hint: Any) -> bool:
+def means_null(value: Any, hint: Any) -> bool:
     """Return whether a text such as None is given where any text is accepted, and null too, which was meant."""
     inner = get_args(hint)
     return isinstance(value, str) and value.lower() == "none" and str in inner and types.NoneType in inner

@@ -123,12 +123,13 @@ def checked_args(template_args: Any) -> dict[str, Any]:
 def unread_args(args: Mapping[str, Any], source: str) -> set[str]:
     """Return notes about the variables that the source of a template does not read.
 
-    Raises ConfigError for a text such as 'no', which is true in a template, unless the source compares with it.
+    Raises ConfigError for a text such as 'no' where the source asks whether the variable is true, which any text is.
     """
     words = set(re.findall(r"\w+", source)) - {"add_generation_prompt", "messages"}
     for name, value in args.items():
         truth = isinstance(value, str) and value.lower() in _TRUTHS
-        if truth and not re.search(f"['\"]{value}['\"]", source):
+        asked = rf"\b(if|and|or|not)\s+{re.escape(name)}\b(?!\s*[=!|.])"
+        if truth and re.search(asked, source) and not re.search(f"['\"]{value}['\"]", source, re.IGNORECASE):
             raise ConfigError(
                 f"env.template_args: {name}={value!r} is a string, which is true in a template. Accepted: true or false."
             )

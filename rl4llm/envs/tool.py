@@ -40,7 +40,8 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)  # in one order in every process
     if hasattr(value, "tolist"):  # of NumPy or torch
-        return value.tolist()
+        times = getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M")  # else counts of nanoseconds
+        return (value.astype(str) if times else value).tolist()
     if re.search(r" at 0x[0-9a-f]+>", text := str(value)):
         raise EnvError(
             f"it returned an object of type {type(value).__name__}, which no model can read. Next: return text or JSON."

@@ -279,6 +279,10 @@ def test_a_template_variable_without_effect_is_named():
     assert "does not read 'enable_thinkin'" in note and "Did you mean 'enable_thinking'?" in note
     with pytest.raises(ConfigError, match="enable_thinking='No' is a string"):
         ChatTemplate(tokenizer, template_args={"enable_thinking": "No"})
+    ChatTemplate(
+        chatml("Thinking is {{ thinking }}{{ 1 if mode|lower == 'on' }}"),
+        template_args={"thinking": "off", "mode": "On"},
+    )
 
 
 def test_every_turn_gets_the_prompt_that_opens_a_thought(tokenizers):

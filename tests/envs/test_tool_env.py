@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,6 +138,7 @@ def returns(value):
         ({"out": b"1\xff"}, '{"out": "1\ufffd"}'),
         ({"b", "a", "c"}, '["a", "b", "c"]'),
         ([torch.tensor(1.5), torch.arange(3)], "[1.5, [0, 1, 2]]"),
+        ([np.datetime64("2024-01-02T03:04:05", "ns")], '["2024-01-02T03:04:05.000000000"]'),
         ("x" * 10_000_000, "x" * 2000),
         ("half \ud800.", "half ?."),
         ("", ""),
