@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,9 +17,6 @@ from rl4llm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-from collections.abc import Sequence
 
 TokenMetrics = dict[str, Tensor]
 TokenLosses = Callable[[TrainBatch, Tensor, Tensor | None], tuple[Tensor, TokenMetrics]]

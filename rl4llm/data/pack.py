@@ -41,7 +41,7 @@ class StepTotals(NamedTuple):
 
 
 def totals_of(trajectories: Sequence[Trajectory]) -> StepTotals:
-    """Return the totals of one optimizer step on this rank; add those of other ranks before packing."""
+    """Return the totals of one optimizer step on this rank; sum them with those of other ranks, field by field."""
     tokens = sum(trajectory.num_policy_tokens for trajectory in trajectories)
     return StepTotals(tokens, len(trajectories), len({trajectory.group_key for trajectory in trajectories}))
 

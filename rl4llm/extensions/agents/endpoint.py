@@ -83,10 +83,8 @@ class AgentEndpoint:
             asked, answer, entry = await _answered(request, session)
             try:
                 return await _sent(request, asked, answer)
-            except (
-                OSError,
-                asyncio.CancelledError,
-            ):  # the agent has disconnected, so it never acts on this answer
+            except (OSError, asyncio.CancelledError):
+                # the agent has disconnected, so it never acts on this answer
                 session.history.take_back(entry)
                 raise
 

@@ -125,11 +125,8 @@ class Workspace(ToolSet):
         try:
             target = (self.root / path).resolve()
             target.exists()
-        except (
-            ValueError,
-            OSError,
-            RuntimeError,
-        ) as error:  # a NUL, a name that is too long, a loop of links
+        except (ValueError, OSError, RuntimeError) as error:
+            # a NUL, a name that is too long, a loop of links
             raise ToolError(f"{path[:100]!r} is no path") from error
         if not target.is_relative_to(self.root) or target == self.root:
             raise ToolError(f"{path[:100]!r} leads out of the workspace")

@@ -32,11 +32,7 @@ def _lr_schedule(value: Any) -> str:
 def _model_options(value: Any) -> Keys:
     options = dict(value or {})
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
-    for name in (
-        "attn_implementation",
-        "device_map",
-        "use_cache",
-    ):  # how it is computed, which is decided here
+    for name in ("attn_implementation", "device_map", "use_cache"):  # how it is computed is decided here
         options.pop(name, None)
     others = {name: value for name, value in options.items() if value not in _PLAIN_MODEL.get(name, (None,))}
     if others:

@@ -53,9 +53,8 @@ def _curves(runs: Sequence[ViewedRun]) -> Iterator[Text]:
     lines = _lines(runs)
     drawn: list[list[Points]] = []
     known = {name for points in lines.values() for name in points}
-    for name in [name for name in MAIN if name in known] or sorted(
-        known
-    ):  # another program's metrics have other names
+    # another program's metrics have other names
+    for name in [name for name in MAIN if name in known] or sorted(known):
         series = {label: points[name] for label, points in lines.items() if len(points.get(name, ())) > 1}
         told = [*series.values()]
         flat = all(max(points.values()) - min(points.values()) <= FLAT for points in told)

@@ -128,13 +128,8 @@ class WeightStore:
             name = (self.root / "LATEST").read_text().strip()
             found = FINAL.fullmatch(name)
             return self.ref(int(found[1]), self.root / name) if found else None
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ):  # a shared file system may show LATEST before the version
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            # a shared file system may show LATEST before the version
             return None
 
     def ref(self, version: int, path: Path) -> WeightRef:
