@@ -148,7 +148,7 @@ def returns(value):
         (ValueError("x" * 10_000_000), "Error: ValueError: " + "x" * 1981),
         (10**5000, "Error: the result cannot be shown: Exceeds the limit (4300 digits)"),
     ],
-    ids=lambda value: repr(value)[:20] if not isinstance(value, int) else "number",
+    ids=lambda value: repr(value)[:20] if not isinstance(value, int | set) else type(value).__name__,
 )
 def test_tool_results_and_errors_become_short_valid_text(answers, value, shown):
     (answer,) = answers(call("give"), tools=[returns(value)], on_error="answer")
