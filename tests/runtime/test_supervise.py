@@ -7,7 +7,7 @@ from rl4llm.runtime.supervise import start
 
 
 def test_ctrl_c_in_a_terminal_reaches_only_the_launcher():
-    # a terminal signals a process group of its own session: the launcher asks the command to end, in its order
+    # a terminal signals only the processes of its session: the launcher asks the command to end, in its order
     process = start([sys.executable, "-c", "import time; time.sleep(60)"], {}, grace_s=5.0)
     try:
         assert os.getsid(process.pid) == process.pid != os.getsid(0)

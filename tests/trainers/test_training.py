@@ -145,7 +145,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(model_dir, tmp_pa
     with RankProcesses(size=1) as process:
         (whole,) = process(eight_steps, model_dir, tmp_path / "whole")
         log = tmp_path / "killed" / "metrics.jsonl"
-        # killed once so many steps are logged, wherever the run then is
+        # killed once this step is logged, wherever the run then is
         for steps in (1, 3, 6) if sweep else (3,):
             process.begin(eight_steps, model_dir, tmp_path / "killed")
             while not log.exists() or log.read_text().count("\n") < steps:

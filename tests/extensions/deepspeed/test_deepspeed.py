@@ -45,7 +45,7 @@ OPTIONS = {
     "warmup_steps": 1,
     "total_steps": 20,
 }
-MICRO_BATCHES = 3  # per step and rank: more than any rank has of its own, so that each fills up
+MICRO_BATCHES = 3  # per step and rank: more than any rank has, so that each fills up
 
 
 @pytest.fixture(scope="module")

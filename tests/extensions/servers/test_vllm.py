@@ -836,7 +836,7 @@ def test_the_canary_passes_published_weights_and_catches_stale(real, tokenizer, 
         assert await client.version() == ref.version
         with pytest.raises(StaleWeightsError, match="does not hold version"):
             await canary.verify(backends[-1], client, ref)
-        # nor those that it was told to reload
+        # nor those that it had to reload
         with pytest.raises(StaleWeightsError, match="does not hold version"):
             await canary.verify(TorchBackend(load_model(copy.deepcopy(real.models[0])), lr=0.0), client, ref)
 
