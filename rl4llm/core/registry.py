@@ -16,6 +16,7 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from importlib.util import find_spec
 from opcode import opmap
 from pathlib import Path
 from pkgutil import iter_modules
@@ -268,7 +269,8 @@ def _close_module(module: str, error: Exception) -> str:
     if not missing or not f"{module}.".startswith(f"{missing}."):
         return ""
     package = missing.rpartition(".")[0]
-    places = getattr(sys.modules.get(package), "__path__", []) if package else None
+    spec = find_spec(package) if package else None
+    places = spec.submodule_search_locations or [] if spec else None
     return did_you_mean(missing, [f"{package}.{found.name}".lstrip(".") for found in iter_modules(places)])
 
 
