@@ -17,6 +17,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl4llm.config import load_config, to_yaml
@@ -61,10 +62,10 @@ def container(view, config):
 
 
 class Containers:
-    """A committed volume, and processes of a Python that each have a view of it."""
+    """A committed volume, and processes that each have a view of it."""
 
-    def __init__(self, directory, config, python):
-        self.directory, self.committed, self.python = directory, directory / "committed", python
+    def __init__(self, directory, config):
+        self.directory, self.committed = directory, directory / "committed"
         self.config = directory / "config" / "config.yaml"
         for path in (self.committed, self.config.parent):
             path.mkdir()
@@ -78,7 +79,7 @@ class Containers:
     def start(self, name, body, *arguments, **environ):
         """Have the body of a function run in a new container."""
         view = shutil.copytree(self.committed, self.directory / name)
-        words = [*container(view, self.config), self.python, __file__, str(self.committed), body]
+        words = [*container(view, self.config), sys.executable, __file__, str(self.committed), body]
         own = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -117,12 +118,11 @@ class Copies:
 
 
 def in_use():
-    """Paths on the volume that a process of this container holds: one with the same file system."""
-    own = os.readlink("/proc/self/ns/mnt")
-    for directory in Path("/proc").glob("[0-9]*"):
+    """Paths on the volume that a process of this container holds."""
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        directory = Path(f"/proc/{process.pid}")
         try:
-            if os.readlink(directory / "ns/mnt") != own:
-                continue
             held = [
                 os.readlink(directory / "cwd"),
                 *(os.readlink(file) for file in (directory / "fd").iterdir()),

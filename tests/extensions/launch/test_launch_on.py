@@ -311,17 +311,10 @@ sys.exit(launch_here(sys.argv[1], sys.argv[2:], say=print, python=["rl4llm"]))
 ALONE = ("launch.nodes=1", "model.device=cpu", "launch.server_gpus=0")
 
 
-@pytest.fixture
-def here(written, cluster, tmp_path, warm_python):
+def here(cluster, directory, *overrides):
     """The launcher of a whole run on this machine, with stand-ins for all that it starts."""
-
-    def launched():
-        written("ssh")
-        (tmp_path / "here.py").write_text(HERE)
-        command = [warm_python, tmp_path / "here.py", "run.yaml", *ALONE, f"output.dir={tmp_path}/run"]
-        return subprocess.Popen(command, env=cluster.environ, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-
-    return launched
+    command = [sys.executable, "-c", HERE, "run.yaml", *ALONE, f"output.dir={directory}/run", *overrides]
+    return subprocess.Popen(command, env=cluster.environ, cwd=directory, stdout=subprocess.PIPE, text=True)
 
 
 def all_but(cluster, count):
@@ -334,9 +327,10 @@ def all_but(cluster, count):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 75), (signal.SIGTERM, 75), (signal.SIGKILL, -9)]
 )
-def test_stopped_local_run_leaves_nothing_running(number, code, cluster, here):
+def test_stopped_local_run_leaves_nothing_running(number, code, written, cluster, tmp_path):
+    written("ssh")
     cluster.add("rl4llm", WAITS)
-    with here() as process:
+    with here(cluster, tmp_path) as process:
         all_but(cluster, 7)
         process.send_signal(number)
         assert process.wait(30) == code
@@ -344,9 +338,10 @@ def test_stopped_local_run_leaves_nothing_running(number, code, cluster, here):
     assert (cluster.notes / "told").exists()  # the trainer, which saves
 
 
-def test_second_ctrl_c_ends_a_local_run_that_is_saving(cluster, here):
+def test_second_ctrl_c_ends_a_local_run_that_is_saving(written, cluster, tmp_path):
+    written("ssh")
     cluster.add("rl4llm", WAITS.replace("; exit 75' TERM", "' TERM"))
-    with here() as process:
+    with here(cluster, tmp_path) as process:
         all_but(cluster, 7)
         process.send_signal(signal.SIGINT)
         while not (cluster.notes / "told").exists():
@@ -357,12 +352,13 @@ def test_second_ctrl_c_ends_a_local_run_that_is_saving(cluster, here):
     assert not cluster.left()
 
 
-def test_process_that_ends_stops_the_run_and_its_log_is_shown(cluster, here, tmp_path):
+def test_process_that_ends_stops_the_run_and_its_log_is_shown(written, cluster, tmp_path):
+    written("ssh")
     cluster.add(
         "rl4llm",
         WAITS.replace("exec sleep 60", 'ends "$role-$RL4LLM_NUMBER"').replace("role=", FAILS + "role=", 1),
     )
-    with here() as process:
+    with here(cluster, tmp_path) as process:
         said = process.communicate(timeout=60)[0]
         assert process.returncode == 3, said
     log = tmp_path / "run" / "logs" / "server-1.log"

@@ -68,13 +68,13 @@ def test_without_restarts_the_exit_code_is_that_of_the_run(tries):
     assert tries(99, [None, 2], restarts=0)[:2] == (9, 1)
 
 
-def test_a_signal_is_passed_on_and_the_run_is_not_started_again(tmp_path, warm_python):
-    (tmp_path / "supervise.py").write_text(
+def test_a_signal_is_passed_on_and_the_run_is_not_started_again(tmp_path):
+    script = (
         "import sys; from rl4llm.extensions.launch.ranks import Supervisor\n"
         "child = 'import signal, sys, time; signal.signal(15, lambda *a: exit(1)); print(1, flush=True); time.sleep(9)'\n"
         "sys.exit(Supervisor([sys.executable, '-c', child], lambda: 2, 5, print).run())"
     )
-    process = subprocess.Popen([warm_python, tmp_path / "supervise.py"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "1\n"
     os.kill(process.pid, signal.SIGINT)
     start = time.monotonic()
@@ -172,7 +172,7 @@ def test_torchrun_ends_with_the_code_of_a_rank_and_one_line(tmp_path):
 
 @pytest.fixture
 def config(model_dir, tmp_path):
-    """A run of eight steps, with a checkpoint after every second one."""
+    """A run of twelve steps, with a checkpoint after every second one."""
     rows = [
         {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)} for i in range(6)
     ]
@@ -181,7 +181,7 @@ def config(model_dir, tmp_path):
         "model": {"path": str(model_dir), "autocast": "none"},
         "data": {"path": str(tmp_path / "rows.jsonl")}, "rewards": ["vowels:Vowels"],
         "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5}, "training": {"lr": 3e-3}, "eval": {"every": 0},
-        "checkpoint": {"every": 2}, "output": {"dir": str(tmp_path / "run")}, "deterministic": True, "max_steps": 8,
+        "checkpoint": {"every": 2}, "output": {"dir": str(tmp_path / "run")}, "deterministic": True, "max_steps": 12,
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(chosen))
     return tmp_path / "config.yaml"
@@ -196,7 +196,7 @@ def launched(config, python, kills, *flags):
     """Launch a run of two ranks and kill one of them when there is a new checkpoint; return the exit code and the output."""
     latest = config.parent / "run" / "checkpoints" / "latest"
     before = latest.read_text() if latest.exists() else None
-    command = [python, "-m", "rl4llm", "launch", str(config), "--nproc", "2", *flags]
+    command = [sys.executable, "-m", "rl4llm", "launch", str(config), "--nproc", "2", *flags]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHON_EXEC": python}
     with (
         open(config.parent / "said", "w+") as said,
@@ -204,11 +204,13 @@ def launched(config, python, kills, *flags):
     ):
         while process.poll() is None and (not latest.exists() or latest.read_text() == before):
             time.sleep(0.01)
-        started = [
-            one for one in psutil.process_iter(["cmdline"]) if str(config) in (one.info["cmdline"] or [])
+        ranks = [
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "train" in child.cmdline()
         ]
-        ranks = {one.environ().get("RANK"): one for one in started}
-        ranks[str(kills)].kill()
+        ranks = [child for child in ranks if "rl4llm.extensions.launch.torchrun" not in child.cmdline()]
+        sorted(ranks, key=lambda child: child.environ()["RANK"])[kills].kill()
         code = process.wait(timeout=200)
         said.seek(0)
         return code, " ".join(said.read().split())

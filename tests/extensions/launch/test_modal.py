@@ -241,26 +241,18 @@ def test_without_the_package_files_are_written_but_not_submitted(written, tmp_pa
     assert written().exists()
 
 
-def programs(directory, warm_python):
-    """Write what stands for SGLang's Python, which is returned, and `rl4llm`, which need not import torch first."""
-    tests = Path(__file__).parents[2]
-    path = [str(tests.parent), str(tests), str(tests / "extensions" / "servers")]
-    for name, text, python in (("sglang", SGLANG, sys.executable), ("rl4llm", RL4LLM, warm_python)):
-        (directory / name).write_text(text.format(python=python, path=path))
-        (directory / name).chmod(0o755)
-    return directory / "sglang"
-
-
-def test_actor_and_worker_train_together_over_a_volume(model_dir, tmp_path, monkeypatch, warm_python):
+def test_actor_and_worker_train_together_over_a_volume(model_dir, tmp_path, monkeypatch):
     """The worker boots from a version of long ago, and proves each new one, which it sees by commit and reload alone."""
     own = {"model": {"path": "model", "device": "cpu", "autocast": "none"}, "inference": {"name": "sglang"}}
     roles = {"launch": {"servers": 1, "server_gpus": 0}, "output": {"dir": "runs/small"}, "max_steps": STEPS}
     roles["sync"] = {"dir": "runs/small/weights"}  # both containers are processes of this machine here
-    config = {**CONFIG, **own, **roles, "checkpoint": {"every": 1, "keep": 3}}
-    containers = Containers(tmp_path, config, warm_python)
+    containers = Containers(tmp_path, {**CONFIG, **own, **roles, "checkpoint": {"every": 1, "keep": 3}})
     shutil.copytree(model_dir, containers.committed / "model")
-    sglang = programs(tmp_path, warm_python)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    tests = Path(__file__).parents[2]
+    sglang = tmp_path / "sglang"
+    path = [str(tests.parent), str(tests), str(tests / "extensions" / "servers")]
+    sglang.write_text(SGLANG.format(python=sys.executable, path=path))
+    sglang.chmod(0o755)
     worker = containers.start("worker", "worker", RL4LLM_NUMBER="0", RL4LLM_SGLANG_PYTHON=str(sglang))
     actor = containers.start("actor", "actor", ["http://127.0.0.1:30000"])
     try:
@@ -279,13 +271,6 @@ def test_actor_and_worker_train_together_over_a_volume(model_dir, tmp_path, monk
     assert all("time/verify" in row and row["mismatch/max"] < 1e-4 for row in rows)
     seen = tmp_path / "worker" / "runs" / "small" / "weights"
     assert (seen / "LATEST").exists(), "the worker has its own view, which it reloaded"
-
-
-RL4LLM = """#!{python}
-import sys
-from rl4llm.cli import main
-sys.exit(main())
-"""
 
 
 TRAINER = """

@@ -29,8 +29,8 @@ class Host:
         self.cable = f"rl{os.getpid()}-{number}"
         self.address = f"10.77.0.{number + 1}"
 
-    def start(self, *words, log, python=sys.executable, **environ):
-        command = ["ip", "netns", "exec", self.name, python, "-m", *words]
+    def start(self, *words, log, **environ):
+        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", *words]
         with open(log, "w") as file:
             return subprocess.Popen(
                 command, env={**ENVIRON, **environ}, stdout=file, stderr=subprocess.STDOUT
@@ -115,7 +115,7 @@ def launched(hosts, small, warm_python):
         def start(host):
             place = ["--nnodes", "2", "--node-rank", str(host.number), "--rendezvous", RENDEZVOUS]
             log = small.directory / f"{name}-{host.number}.log"
-            own = {"log": log, "python": warm_python, "PYTHON_EXEC": warm_python}
+            own = {"log": log, "PYTHON_EXEC": warm_python}
             return host.start("rl4llm", "launch", *small.into(name), *place, *words, **own)
 
         processes = [start(host) for host in hosts]
@@ -142,10 +142,10 @@ def trained(ranks, config, *overrides):
 
 def test_two_machines_restart_after_a_pulled_cable(hosts, small, launched, on_ranks, sweep):
     """The weights are those of one machine. A sweep also kills a process, as test_launch_ranks does on one machine."""
-    steps = f"max_steps={60 if sweep else 20}"
+    steps = f"max_steps={60 if sweep else 30}"
     on_ranks(trained, *small.into("one", steps))
     with launched("two", steps, "timeout_s=10", "--restarts", "3") as processes:
-        until(lambda: small.steps("two") >= 6, "at step 6")
+        until(lambda: small.steps("two") >= 10, "at step 10")
         if sweep:
             (rank,) = hosts[1].ranks()
             os.kill(rank, signal.SIGKILL)
