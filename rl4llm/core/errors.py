@@ -169,7 +169,7 @@ def unknown(where: str, name: str, known: Iterable[str]) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the closest match of a name as a sentence that follows another one; "" if no name is close."""
     by_lower = {item.lower(): item for item in known}
-    close = [by_lower[item] for item in difflib.get_close_matches(name.lower(), by_lower, n=3)]
+    close = [by_lower[item] for item in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.65)]
     # Another case and letters in another order are the likeliest slips.
     close.sort(key=lambda item: sorted(item.lower()) != sorted(name.lower()))
     return f" Did you mean {close[0]!r}?" if close else ""

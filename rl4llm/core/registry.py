@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -270,7 +271,7 @@ def _close_module(module: str, error: Exception) -> str:
         return ""
     package = missing.rpartition(".")[0]
     spec = find_spec(package) if package else None
-    places = spec.submodule_search_locations or [] if spec else None
+    places = spec.submodule_search_locations or [] if spec else [os.getcwd()]
     return did_you_mean(missing, [f"{package}.{found.name}".lstrip(".") for found in iter_modules(places)])
 
 

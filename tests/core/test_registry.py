@@ -44,10 +44,7 @@ def test_modules_of_the_working_directory_are_found_last(tmp_path, monkeypatch, 
             "nowhere:Guess",
             r"cannot be imported: No module named 'nowhere'.*the directory that the command is run in",
         ),
-        (
-            "pathlb:Path",
-            r"cannot be imported: No module named 'pathlb'\. Did you mean 'pathlib'\?",
-        ),
+        ("mytool:Guess", r"cannot be imported: No module named 'mytool'\. Did you mean 'mytools'\?"),
         (
             "importlib.resorces:files",
             r"No module named 'importlib\.resorces'\. Did you mean 'importlib\.resources'\?",
@@ -66,7 +63,9 @@ def test_modules_of_the_working_directory_are_found_last(tmp_path, monkeypatch, 
         ),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_known_ones(name, message):
+def test_an_unknown_name_is_refused_with_the_known_ones(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mytools.py").touch()
     environments = Registry("env.name", "rl4llm.core.base_env:BaseMDPEnv")
     environments.register("guess")(BaseMDPEnv)
     with pytest.raises(ConfigError, match=message):
