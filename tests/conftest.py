@@ -67,7 +67,20 @@ def pytest_runtest_protocol(item):
         signal.signal(signal.SIGALRM, before)
 
 
-def pytest_configure():
+class StopsWhereCollectingFails:
+    """End several processes at the first file of tests that fails to import, with 2, as a single process ends.
+
+    xdist would run all others and exit with 1, as after a test that fails. It also reports processes with different tests as
+    such a file, which `--last-failed` does not find: it would run every test.
+    """
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collectreport(self, report):
+        if report.failed:
+            pytest.exit(f"cannot collect {report.nodeid}, see above", returncode=2)
+
+
+def pytest_configure(config):
     """Give this process a separate temporary directory, so that no other run of the tests holds locks in it.
 
     Restore Ctrl-C where a shell started the tests in the background, which has all that they start ignore it.
@@ -79,6 +92,8 @@ def pytest_configure():
         os.environ.pop(variable, None)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", None):  # of the process that starts others
+        config.pluginmanager.register(StopsWhereCollectingFails())
     # tmp_path stays where it is, also after a failure; other users may enter the directory, as they may that of the machine.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
