@@ -5,11 +5,9 @@ import io
 import json
 import sys
 
-import agents
-import anthropic
-import openai
 import PIL.Image
 import pytest
+from later import later
 from vision_models import picture, vision_directories, vision_of  # noqa: F401 - fixture
 from vowels import Vowels
 
@@ -31,7 +29,11 @@ LOOK = {
     "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
 }
 FIRST, SECOND, OTHER = 1, 2, 3
-agents.set_tracing_disabled(True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_traces():
+    later.agents.set_tracing_disabled(True)
 
 
 def png(seed, level=6):
@@ -48,11 +50,11 @@ def uri(*given):
 
 
 def of_openai(base_url, api_key):
-    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    return later.openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
 def of_anthropic(base_url, api_key):
-    return anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0)
+    return later.anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0)
 
 
 def in_chat(*given):
@@ -114,14 +116,17 @@ async def plays_messages(client, again):
 async def plays_agent(client, again):
     """Let openai-agents run the loop, with a tool that returns an image."""
 
-    @agents.function_tool
-    def look(at: str) -> list[agents.ToolOutputText | agents.ToolOutputImage]:
+    @later.agents.function_tool
+    def look(at: str) -> list[later.agents.ToolOutputText | later.agents.ToolOutputImage]:
         """Looks."""
-        return [agents.ToolOutputText(text="This: "), agents.ToolOutputImage(image_url=uri(SECOND))]
+        return [
+            later.agents.ToolOutputText(text="This: "),
+            later.agents.ToolOutputImage(image_url=uri(SECOND)),
+        ]
 
-    model = agents.OpenAIResponsesModel(model="policy", openai_client=client)
-    agent = agents.Agent(name="solver", model=model, tools=[look])
-    result = await agents.Runner.run(agent, [asking(in_responses(FIRST), "input_text")])
+    model = later.agents.OpenAIResponsesModel(model="policy", openai_client=client)
+    agent = later.agents.Agent(name="solver", model=model, tools=[look])
+    result = await later.agents.Runner.run(agent, [asking(in_responses(FIRST), "input_text")])
     return str(result.final_output)
 
 
@@ -232,23 +237,23 @@ def test_images_that_cannot_be_read_are_refused_by_name(play):
     async def agent(task, base_url, api_key):
         client, other = of_openai(base_url, api_key), of_anthropic(base_url, api_key)
         for part, problem in BAD_CHAT:
-            with pytest.raises(openai.BadRequestError, match=problem):
+            with pytest.raises(later.openai.BadRequestError, match=problem):
                 await client.chat.completions.create(model="policy", messages=[asking(part)])
         for part, problem in BAD_RESPONSES:
-            with pytest.raises(openai.BadRequestError, match=problem):
+            with pytest.raises(later.openai.BadRequestError, match=problem):
                 await client.responses.create(model="policy", input=[asking(part, "input_text")])
         for part, problem in BAD_MESSAGES:
             for content in ([part], [{"type": "tool_result", "tool_use_id": "a", "content": [part]}]):
-                with pytest.raises(anthropic.BadRequestError, match=problem):
+                with pytest.raises(later.anthropic.BadRequestError, match=problem):
                     asked = [{"role": "user", "content": content}]
                     await other.messages.create(model="policy", max_tokens=9, messages=asked)
         said = [{"role": "assistant", "content": [in_chat(FIRST)]}, asking(in_chat(FIRST))]
-        with pytest.raises(openai.BadRequestError, match="image_url is not read"):
+        with pytest.raises(later.openai.BadRequestError, match="image_url is not read"):
             await client.chat.completions.create(model="policy", messages=said)
         many = [{"role": "user", "content": [in_chat(FIRST)] * 65}]
-        with pytest.raises(openai.BadRequestError, match="more than 64 images"):
+        with pytest.raises(later.openai.BadRequestError, match="more than 64 images"):
             await client.chat.completions.create(model="policy", messages=many)
-        with pytest.raises(openai.BadRequestError, match="is not read"):
+        with pytest.raises(later.openai.BadRequestError, match="is not read"):
             await client.responses.create(model="policy", input="x", instructions=[in_responses(FIRST)])
         await client.chat.completions.create(model="policy", messages=[asking(in_chat(FIRST))])
 
@@ -260,7 +265,7 @@ def test_images_that_cannot_be_read_are_refused_by_name(play):
 def test_images_without_vision_are_refused_by_name(play):
     async def agent(task, base_url, api_key):
         client = of_openai(base_url, api_key)
-        with pytest.raises(openai.BadRequestError, match=r"model\.vision=frozen"):
+        with pytest.raises(later.openai.BadRequestError, match=r"model\.vision=frozen"):
             await client.chat.completions.create(model="policy", messages=[asking(in_chat(FIRST))])
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Hi"}])
 

@@ -6,8 +6,8 @@ import re
 import ssl
 
 import httpx
-import openai
 import pytest
+from later import later
 
 from rl4llm.core.types import SamplingParams
 from rl4llm.envs import chat_completions as wire
@@ -185,7 +185,7 @@ def test_log_probs_are_those_that_train(play, remembering):
 
 
 def openai_client(base_url, api_key):
-    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    return later.openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
 @pytest.mark.parametrize("text", [f"Let me see.{CALL}{CALL}", "Answer: 85, or é so 世", "", CALL])
@@ -205,7 +205,7 @@ def test_a_streamed_answer_is_the_answer(play, calculator, text):
                 assert json.loads(call.function.arguments) == {"expression": "37+48"}
                 call.id, call.function = (
                     "",
-                    openai.types.chat.chat_completion_message_tool_call.Function(
+                    later.openai.types.chat.chat_completion_message_tool_call.Function(
                         name=call.function.name, arguments=call.function.arguments
                     ),
                 )

@@ -2,9 +2,9 @@
 
 import asyncio
 
-import openai
 import pytest
 import torch
+from later import later
 from packed import pack
 
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams
@@ -177,7 +177,7 @@ def test_call_with_other_id_name_or_arguments_is_another_message(change):
 
 async def wander(task, base_url, api_key):
     """Calls, streams, drops a turn, asks again, summarises, and does two things at once."""
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    client = later.openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     tools = task["tools"]
 
     async def ask(messages, **options):
@@ -263,7 +263,7 @@ def test_the_same_seed_gives_the_same_answers_whoever_asks_first(play, rememberi
     order = ["one", "two", "three"]
 
     async def agent(task, base_url, api_key):
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        client = later.openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
         for text in (*order, "one"):
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
 

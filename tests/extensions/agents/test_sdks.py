@@ -4,10 +4,8 @@ import json
 import sys
 from itertools import product
 
-import agents
-import anthropic
-import openai
 import pytest
+from later import later
 from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
@@ -21,15 +19,19 @@ CALCULATOR = {
     "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
 }
 QUESTION = [{"role": "user", "content": "How many?"}]
-agents.set_tracing_disabled(True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_traces():
+    later.agents.set_tracing_disabled(True)
 
 
 def of_openai(base_url, api_key):
-    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    return later.openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
 def of_anthropic(base_url, api_key):
-    return anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0)
+    return later.anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0)
 
 
 async def respond(client, stream, **asked):
@@ -87,22 +89,22 @@ async def plays_messages(client, stream):
 async def plays_agent(client, stream, **settings):
     """Let openai-agents run the loop."""
 
-    @agents.function_tool
+    @later.agents.function_tool
     def calculator(expression: str) -> str:
         """Computes."""
         return "85"
 
-    model = agents.OpenAIResponsesModel(model="policy", openai_client=client)
-    agent = agents.Agent(
+    model = later.agents.OpenAIResponsesModel(model="policy", openai_client=client)
+    agent = later.agents.Agent(
         name="solver",
         instructions="Be brief.",
         model=model,
         tools=[calculator],
-        model_settings=agents.ModelSettings(**settings),
+        model_settings=later.agents.ModelSettings(**settings),
     )
     if not stream:
-        return await agents.Runner.run(agent, "How many?")
-    result = agents.Runner.run_streamed(agent, "How many?")
+        return await later.agents.Runner.run(agent, "How many?")
+    result = later.agents.Runner.run_streamed(agent, "How many?")
     async for _ in result.stream_events():
         pass
     return result
@@ -294,22 +296,22 @@ def test_refusals_are_the_exceptions_of_each_sdk(play):
         ways = [(client.responses.create, {"input": "x"}, case) for case in BAD_RESPONSES]
         ways += [(client.chat.completions.create, {"messages": QUESTION}, case) for case in BAD_CHATS]
         for (create, plain, (body, problem)), stream in product(ways, (False, True)):
-            with pytest.raises(openai.BadRequestError, match=problem) as refused:
+            with pytest.raises(later.openai.BadRequestError, match=problem) as refused:
                 await create(**{"model": "policy", "stream": stream, **plain, **body})
             assert refused.value.param in body and refused.value.type == "invalid_request_error"
-        with pytest.raises(openai.AuthenticationError, match="does not name an episode"):
+        with pytest.raises(later.openai.AuthenticationError, match="does not name an episode"):
             await respond(of_openai(base_url.replace(api_key, "guessed"), "x"), False, input="x")
         client = of_anthropic(base_url, api_key)
         for (body, problem), stream in product(BAD_MESSAGES, (False, True)):
             asked = {"model": "policy", "max_tokens": 9, "messages": QUESTION, "stream": stream}
             asked |= {"extra_body": body}
-            with pytest.raises(anthropic.BadRequestError, match=problem) as refused:
+            with pytest.raises(later.anthropic.BadRequestError, match=problem) as refused:
                 await client.messages.create(**asked)
             assert refused.value.body["error"]["type"] == "invalid_request_error"
-        with pytest.raises(anthropic.AuthenticationError, match="does not name an episode"):
+        with pytest.raises(later.anthropic.AuthenticationError, match="does not name an episode"):
             await message(of_anthropic(base_url.replace(api_key, "guessed"), "x"), False, messages=QUESTION)
         kept = await respond(of_openai(base_url, api_key), False, input="x", store=False)
-        with pytest.raises(openai.BadRequestError, match="asked for with store=false"):
+        with pytest.raises(later.openai.BadRequestError, match="asked for with store=false"):
             await respond(of_openai(base_url, api_key), False, input="x", previous_response_id=kept.id)
         tools = [{"name": "calculator", "input_schema": CALCULATOR["parameters"]}]
         asked = {"messages": QUESTION, "tools": tools, "tool_choice": {"type": "none"}}

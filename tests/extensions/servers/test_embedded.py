@@ -14,13 +14,13 @@ import threading
 import time
 from http.client import HTTPConnection
 
-import openai
 import psutil
 import pytest
 import torch
 from aiohttp import web
 from embedded_server import embedded_server
 from kept_cache import by_parts
+from later import later
 from safetensors.torch import load_file, save_file
 from vowels import Vowels
 
@@ -259,7 +259,7 @@ def test_a_client_that_disconnects_aborts_its_request(play):
         begin = time.monotonic()
         await until(lambda: _idle(client))
         assert time.monotonic() - begin < 2
-        streamed = openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none")
+        streamed = later.openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none")
         async with streamed:
             stream = await streamed.completions.create(
                 model=(await streamed.models.list()).data[0].id,
@@ -460,7 +460,7 @@ def test_files_are_the_only_way_to_send_weights(play, backend):
 
 
 def test_the_openai_package_chats_and_streams(url, model_dir):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with later.openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         (model,) = client.models.list().data
         assert model.id == str(model_dir)
         asked = {
@@ -493,7 +493,7 @@ def test_the_openai_package_chats_and_streams(url, model_dir):
 
 def test_requests_of_openai_are_refused_by_name(url, one_by_one):
     said = [{"role": "user", "content": "Hello."}]
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with later.openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         name = client.models.list().data[0].id
         wrong = {
             "presence_penalty is not accepted": {"presence_penalty": 1.0},
@@ -502,15 +502,15 @@ def test_requests_of_openai_are_refused_by_name(url, one_by_one):
             "n=2 is not accepted": {"n": 2},
         }
         for message, fields in wrong.items():
-            with pytest.raises(openai.BadRequestError, match=message):
+            with pytest.raises(later.openai.BadRequestError, match=message):
                 client.chat.completions.create(model=name, messages=said, **fields)
-        with pytest.raises(openai.BadRequestError, match="suffix is not accepted"):
+        with pytest.raises(later.openai.BadRequestError, match="suffix is not accepted"):
             client.completions.create(model=name, prompt="a", suffix="b")
-        with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
+        with pytest.raises(later.openai.NotFoundError, match="'gpt' is not served here"):
             client.chat.completions.create(model="gpt", messages=said)
     with (
-        openai.OpenAI(base_url=f"{one_by_one}/v1", api_key="wrong", max_retries=0) as client,
-        pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"),
+        later.openai.OpenAI(base_url=f"{one_by_one}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(later.openai.AuthenticationError, match="API key is missing or wrong"),
     ):
         client.models.list()
 

@@ -4,9 +4,9 @@ import asyncio
 import subprocess
 import sys
 
-import openai
 import pytest
 from embedded_server import embedded_server
+from later import later
 from safetensors.torch import load_file, save_file
 from server_images import (
     CONTEXT,
@@ -121,7 +121,7 @@ def test_openai_chat_sees_the_images_of_its_parts(seer):
     tokenizer = load_tokenizer(seer.directory)
     renderer = Renderer(tokenizer, roles=(), vision=seer.vision)
     params = PARAMS.replace(temperature=0.0, ignore_eos=False, stop_token_ids=renderer.stop_token_ids)
-    with openai.OpenAI(base_url=f"{seer.url}/v1", api_key="none", max_retries=0) as client:
+    with later.openai.OpenAI(base_url=f"{seer.url}/v1", api_key="none", max_retries=0) as client:
         asked = {
             "model": client.models.list().data[0].id,
             "temperature": 0,
@@ -145,7 +145,7 @@ def test_openai_chat_sees_the_images_of_its_parts(seer):
             assert done.usage.prompt_tokens == len(span.token_ids)
             assert found == pytest.approx(expected.logprobs, abs=1e-5)
         address = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-        with pytest.raises(openai.BadRequestError, match="nothing is downloaded"):
+        with pytest.raises(later.openai.BadRequestError, match="nothing is downloaded"):
             client.chat.completions.create(messages=[{"role": "user", "content": [address]}], **asked)
 
 
