@@ -48,6 +48,7 @@ export RL4LLM_TINKER_PYTHON="$tinker/bin/python"
 verifiers="$(dirname "$servers")/verifiers"
 scripts/install_verifiers.sh "$verifiers"
 export RL4LLM_VERIFIERS_V0_PYTHON="$verifiers/v0/bin/python" RL4LLM_VERIFIERS_PYTHON="$verifiers/v1/bin/python"
+export MYPY_CACHE_DIR="${MYPY_CACHE_DIR:-$(dirname "$servers")/mypy}"  # what it knows of torch serves each checkout
 took "Installing bubblewrap, the servers, transformers 4, the Tinker SDK and verifiers"
 export RL4LLM_SGLANG_PYTHON="$servers/sglang/bin/python" RL4LLM_VLLM_PYTHON="$servers/vllm/bin/python"
 exec "${pytest[@]}" "$@"
