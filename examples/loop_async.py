@@ -20,14 +20,14 @@ from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
 
 
-def loop(model, url, rows, steps, staleness=1, deterministic=False):
+def loop(model, url, rows, steps, staleness=1, group_size=16, deterministic=False):
     """Train the model of a directory with GRPO, and have the server sample meanwhile."""
     tokenizer, algorithm = rl.load_tokenizer(model), rl.GRPO()
     backend = rl.TorchBackend(rl.load_model(model), lr=3e-3)
     client = EmbeddedClient(url, tokenizer, vocab_size=backend.model.config.vocab_size, context_length=512)
     store = WeightStore(tempfile.mkdtemp(prefix="rl4llm-weights-"))
     publisher = FilesystemPublisher(client, store, tokenizer.save_pretrained)
-    env = GuessTheNumber(rows, tokenizer, [Closeness()], group_size=16, max_steps=3)
+    env = GuessTheNumber(rows, tokenizer, [Closeness()], group_size=group_size, max_steps=3)
     rollout, draws = rl.Rollout(env, client), rl.PromptStream(num_rows=len(rows), batch_size=4)
     sampling = {"sampling_params": rl.SamplingParams(max_tokens=4)}
     stream = GroupStream(rollout, draws, rollout.runner, lambda: sampling)

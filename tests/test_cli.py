@@ -25,6 +25,10 @@ from rl4llm.extensions.export.card import model_card
 from rl4llm.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[1]
+LONG = "{name: length, unit: chars, min_length: 99, max_length: 999, margin: 99}"
+REWARD = (
+    f"rewards=[{{name: threshold, reward: {LONG}, at_least: 0.5}}]"  # tells success, and starts no verifiers
+)
 
 
 def rl4llm(*arguments, code=0):
@@ -47,6 +51,7 @@ def run(model_dir, tmp_path_factory):
         "rollout.max_tokens=8",
         "data.limit=8",
         "eval.limit=4",
+        REWARD,
     ]
     return directory, small, rl4llm("train", "configs/quickstart.yaml", *small)
 
@@ -60,7 +65,7 @@ def test_a_run_leaves_its_logs_its_picture_and_its_episodes(run):
     names = set().union(*steps)
     assert {
         "reward/mean",
-        "reward/math",
+        "reward/length",
         "accuracy",
         "completion_length/p90",
         "turns",
@@ -102,6 +107,7 @@ def test_a_run_without_servers_stops_with_75_and_resumes(model_dir, tmp_path, ca
         "rollout.prompts=2",
         "data.limit=8",
         "eval.every=0",
+        REWARD,
     ]
     arguments = [
         "train",
@@ -201,7 +207,7 @@ def test_eval_with_a_dataset_configuration_samples_prompts(model_dir, tmp_path, 
         f"output.dir={tmp_path}",
         "rollout.max_tokens=4",
     ]
-    columns = ["data.prompt_column=problem", "data.answer_column=answer", "rewards=[math]"]
+    columns = ["data.prompt_column=problem", "data.answer_column=answer", REWARD]
     arguments = ["eval", str(ROOT / "configs/dpo.yaml"), *small, *columns]
     result = told(capsys, *arguments, f"eval.path={prompts}", "--json")
     assert result["scores"]["pass@1"]["problems"] == 3
@@ -371,6 +377,7 @@ def test_a_prompt_that_is_collected_again_gets_other_attempts(model_dir, tmp_pat
         f"output.dir={tmp_path / 'run'}",
         "rollout.prompts=1",
         "rollout.group_size=2",
+        REWARD,
     ]
     config = load_config(ROOT / "configs/quickstart.yaml", [*small, "rollout.max_tokens=8", "data.limit=1"])
     episodes = list(collect(config, 3))

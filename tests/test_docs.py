@@ -48,7 +48,8 @@ def sentences():
     trees = [ast.parse(file.read_text()) for file in (ROOT / "rl4llm").rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
-    return [_text(node) for node in nodes if isinstance(node, ast.expr) and node not in docstrings]
+    texts = {_text(node) for node in nodes if isinstance(node, ast.expr) and node not in docstrings}
+    return sorted(texts - {""})
 
 
 def _text(node):

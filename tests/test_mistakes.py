@@ -17,7 +17,7 @@ PROMPTS = [{"prompt": f"What is {n}+1?", "ground_truth": str(n + 1)} for n in ra
 SMALL = {
     "data": {"path": "rows.jsonl"},
     "eval": {"every": 0},
-    "rewards": ["math"],
+    "rewards": [{"name": "length", "unit": "chars", "max_length": 1, "margin": 9}],
     "rollout": {"prompts": 2, "group_size": 2, "max_tokens": 2},
     "output": {"dir": "run"},
     "tracking": {"tensorboard": False, "episodes_every": 0},
@@ -117,7 +117,7 @@ data.path=empty                                    | the split 'train' was not f
 data.path=empty.jsonl                              | the dataset is empty (split 'train'). Next step: check data.path
 data.path=broken.jsonl | broken.jsonl:2: not valid JSON at column 2: Expecting property name enclosed in double quotes
 data.path=latin1.csv                               | is not UTF-8. Next step: convert the file
-data.path=open.jsonl | open.jsonl:1 (prompt ... set data.answer_column to its column (the row has: prompt, solution)
+data.path=o.jsonl rewards=[math] | o.jsonl:1 (prompt ... set data.answer_column to its column (the row has: prompt, solution)
 data.path=ended.jsonl | ended.jsonl:1: the prompt ends with a message of role 'assistant' ... Remove that message
 data.path=strings.jsonl | strings.jsonl:1: a row must be a mapping of columns, like {'prompt': ...}
 data.path=roles.jsonl | roles.jsonl:1 ... 'robot' is not accepted. Accepted: system, user, assistant, tool
@@ -226,7 +226,7 @@ def place(model_dir, tmp_path_factory):
     asked = {"role": "user", "content": "1+1?"}
     files = {
         "rows.jsonl": PROMPTS,
-        "open.jsonl": [{"prompt": "1+1?", "solution": "2"}],
+        "o.jsonl": [{"prompt": "1+1?", "solution": "2"}],
         "ended.jsonl": [{"prompt": [asked, {"role": "assistant", "content": "2"}], "ground_truth": "2"}],
         "strings.jsonl": ["1+1?"],
         "roles.jsonl": [{"messages": [{"role": "robot", "content": "1+1?"}], "ground_truth": "2"}],

@@ -72,7 +72,8 @@ def test_every_kind_of_run_reports_the_overlap(model_dir, tmp_path, capsys, trai
 def test_an_evaluation_has_no_training_data_to_overlap(model_dir, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}+1?", "ground_truth": "2"}) + "\n" for n in range(3)))
-    keys = [f"model.path={model_dir}", f"eval.path={file}", "rewards=[math]", "rollout.max_tokens=4"]
+    keys = [f"model.path={model_dir}", f"eval.path={file}", "rollout.max_tokens=4"]
+    keys.append("rewards=[{name: length, unit: chars, max_length: 1, margin: 9}]")
     config = tmp_path / "run.yaml"
     config.write_text(f"output: {{dir: {tmp_path / 'run'}}}\n")
     assert main(["eval", str(config), *keys]) == 0

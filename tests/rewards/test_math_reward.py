@@ -128,10 +128,10 @@ def test_neither_sympy_nor_math_verify_is_loaded_by_the_trainer():
 
 
 @pytest.mark.parametrize("extract", ["auto", "tag", "boxed", "hash", "answer", "last_number"])
-def test_the_examples_hold_for_every_way_of_extraction(extract):
-    reward = MathReward(extract=extract)
-    check_examples([reward])
-    reward.close()
+def test_the_examples_hold_for_every_way_of_extraction(reward, extract):
+    made = MathReward(extract=extract)
+    made.pool = reward.pool  # whose processes have started
+    check_examples([made])
 
 
 @pytest.mark.parametrize(
@@ -228,11 +228,11 @@ def test_different_boxed_answers_follow_the_policy(policies, reply, gold, expect
 
 
 @pytest.fixture(scope="module")
-def policies():
-    rewards = {name: MathReward(several_boxed=name, workers=1) for name in ("last", "first", "all", "none")}
-    yield rewards
-    for reward in rewards.values():
-        reward.close()
+def policies(reward):
+    rewards = {name: MathReward(several_boxed=name) for name in ("last", "first", "all", "none")}
+    for made in rewards.values():
+        made.pool = reward.pool
+    return rewards
 
 
 def test_boxes_are_ignored_if_extract_is_hash():
@@ -359,11 +359,10 @@ def test_the_form_of_a_reply_changes_no_score(reward, form):
     assert paid == []
 
 
-def test_equal_questions_are_asked_once():
-    reward = MathReward()
+def test_equal_questions_are_asked_once(reward):
+    before = reward.pool.counts["tasks"]
     assert reward.score_batch([finished("\\boxed{x+1}", "1+x") for _ in range(8)]) == [1.0] * 8
-    assert reward.pool.counts["tasks"] == 1
-    reward.close()
+    assert reward.pool.counts["tasks"] == before + 1
 
 
 def test_numbers_need_no_worker_at_all():

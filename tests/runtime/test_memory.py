@@ -28,7 +28,7 @@ def work():
 for _ in range(3):
     work()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
+for _ in range(2):
     work()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """

@@ -320,12 +320,18 @@ class Deep:
 
     def __init__(self, tokenizer, precision):
         self.dtype, autocast = PRECISIONS[precision]
+        self.dtype_of_canary = "float32" if precision == "float32" else "bfloat16"
         model = build_model(tokenizer, seed=0, hidden_size=64, num_layers=30).eval()
         with torch.no_grad():
             model.model.norm.weight *= 20
         self.backend = TorchBackend(load_model(model, self.dtype), lr=1e-5, autocast=autocast)
         self.engine = Engine(self.backend.model, tokenizer, autocast=autocast)
-        self.canary = canary(self.engine, "float32" if precision == "float32" else "bfloat16")
+        self.begin()
+        self.sampled_ids_BT = asyncio.run(self.canary.sample(self.engine))
+
+    def begin(self):
+        """Start with a new canary, whose tokens are random."""
+        self.canary = canary(self.engine, self.dtype_of_canary)
         self.random_ids_BT = self.canary.token_ids_BT
 
     def verify(self):
@@ -339,7 +345,7 @@ class Deep:
         return (torch.tensor(scored) - expected_BT).abs().max().item()
 
     def sample(self):
-        self.canary.token_ids_BT = asyncio.run(self.canary.sample(self.engine))
+        self.canary.token_ids_BT = self.sampled_ids_BT
 
     def swap(self, one=10, other=11):
         layers = self.engine.model.model.layers
@@ -364,9 +370,16 @@ class Deep:
         self.backend.optim_step()
 
 
-@pytest.fixture(params=PRECISIONS)
-def deep(tokenizer, request):
+@pytest.fixture(scope="module", params=PRECISIONS)
+def made(tokenizer, request):
     return Deep(tokenizer, request.param)
+
+
+@pytest.fixture
+def deep(made):
+    """Return the models of all tests with a new canary; each test ends with equal weights on both sides."""
+    made.begin()
+    return made
 
 
 def test_a_deep_model_passes_in_every_precision(deep):

@@ -15,6 +15,7 @@ SMALL = [
     "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=6", "model.autocast=none", "max_steps=2",
     "tracking.tensorboard=false", "eval.limit=2", "eval.every=2", "checkpoint.every=1", "deterministic=true",
     "env.instructions={pro: Answer., con: Object.}", "training.lr=1e-3", "training.warmup_steps=0",
+    "rewards=[{name: winner, by: {name: length, unit: chars, min_length: 3, max_length: 99, margin: 3}}]",  # no verifiers
 ]  # fmt: skip
 QUIET = {"deterministic": True, "tracking.tensorboard": False, "checkpoint.every": 0}
 PROMPTS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)} for i in range(4)]

@@ -39,13 +39,13 @@ def trained(trainer, model_dir, directory, ranks, **options):
         [game.Closeness()],
         env=game.GuessTheNumber,
         deterministic=True,
-        rollout={"prompts": 4 // ranks.size, "group_size": 16, "max_tokens": 4},
         training={"lr": 3e-3},
         checkpoint={"every": 0},
         tracking={"tensorboard": False},
         output={"dir": str(directory)},
         **{"env.max_steps": 3, "model.autocast": "none"},  # as the loop computes
-        **{"max_steps": STEPS, **options},
+        **{"max_steps": STEPS, "rollout": {"prompts": 4 // ranks.size, "group_size": 16, "max_tokens": 4}}
+        | options,
     ).train()
     torch.use_deterministic_algorithms(False)  # which the run switched on for the whole process
     return numbers(run.trainer.backend)
@@ -114,7 +114,7 @@ def test_the_asynchronous_loop_ends_like_the_trainer(model_dir, tmp_path, stalen
     steps = 3
     with embedded_server(model_dir, "inference.max_rows=1") as (url, _):
         loop = example("loop_async").loop
-        ended = numbers(loop(str(model_dir), url, rows(), steps, staleness, deterministic=True))
+        ended = numbers(loop(str(model_dir), url, rows(), steps, staleness, group_size=4, deterministic=True))
         run = trained(
             rl.GRPOTrainer,
             model_dir,
@@ -122,6 +122,7 @@ def test_the_asynchronous_loop_ends_like_the_trainer(model_dir, tmp_path, stalen
             Ranks(),
             max_steps=steps,
             inference={"name": "embedded", "url": url},
+            rollout={"prompts": 4, "group_size": 4, "max_tokens": 4},
             **{"rollout.max_staleness": staleness},
         )
     assert same(ended, run)
