@@ -4,7 +4,6 @@ import inspect
 import itertools
 import json
 import random
-import shutil
 from typing import Literal
 
 import pytest
@@ -131,6 +130,7 @@ def environment(env_class, tokenizer, rows=ROWS, **options):
 
 NEED_MORE = {
     "agent",
+    "code",
     "gymnasium",
     "openenv",
     "stepped",
@@ -141,11 +141,8 @@ NEED_MORE = {
 
 @pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - NEED_MORE))
 def test_every_bundled_environment_keeps_the_contract(tokenizer, name):
-    if name == "code" and shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed; scripts/install_sandbox.sh does it")
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "37+48"}}</tool_call>'
-    tests = {"ground_truth": "assert double(4) == 8"} if name == "code" else {}
-    check_env(environment(ENVIRONMENTS[name], tokenizer, [row | tests for row in ROWS]), ["85", call])
+    check_env(environment(ENVIRONMENTS[name], tokenizer), ["85", call])
 
 
 class Hints(BaseMDPEnv):
