@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from sweeps import sampled
 from test_notebook import started
 
 TUTORIAL = Path(__file__).parent.parent / "examples" / "tutorial"
@@ -19,12 +20,25 @@ PROMISES = {  # of each chapter, in names of its cells
     "8_ship": "after > before + 0.08 and ask('1234') == '0' and ask('5677') == '1'",
 }
 LARGEST_BYTES = 60_000
+ONCE = """
+import shutil
+import zlib
+
+def imitate(answers, directory, steps, seed=0, train=imitate):
+    made = Path(__file__).with_name(str(zlib.crc32(json.dumps([answers, steps, seed]).encode())))
+    if not made.exists():
+        shutil.move(train(answers, directory, steps, seed), made)
+    return made
+"""
 
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
-    """Return a copy of the directory, in which the chapters run."""
-    return shutil.copytree(TUTORIAL, tmp_path_factory.mktemp("tutorial") / "chapters")
+    """Return a copy of the directory, in which the chapters run; those that imitate the same answers share the model."""
+    chapters = shutil.copytree(TUTORIAL, tmp_path_factory.mktemp("tutorial") / "chapters")
+    with (chapters / "task.py").open("a") as task:
+        task.write(ONCE)
+    return chapters
 
 
 def cells(name, kind):
@@ -33,7 +47,12 @@ def cells(name, kind):
     return ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == kind]
 
 
-@pytest.mark.parametrize("name", PROMISES)
+# tests/trainers/test_tool_training.py trains with tools, tests/tracking/test_alerts.py has the signs of failing runs, and
+# tests/algorithms/test_learning.py what PPO and GRPO learn
+LONG = ("3_tool", "4_failing", "5_ppo_or_grpo")
+
+
+@pytest.mark.parametrize("name", sampled(PROMISES, lambda name: name not in LONG))
 def test_chapter_keeps_its_promise(desk, warm_python, name):
     with started(warm_python, desk) as kernel:
         kernel.run("%matplotlib inline")  # it is imported already

@@ -13,7 +13,6 @@ from rl4llm.api import GRPOTrainer
 from rl4llm.core.types import Completion
 from rl4llm.inference.local import LocalClient
 
-STEPS = 2
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
 
 
@@ -185,8 +184,8 @@ class Scripted(LocalClient):
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_a_cheating_policy_earns_nothing_and_training_continues(name, model_dir, tmp_path):
-    suite = SUITES[name]
+def test_a_cheating_policy_earns_nothing_and_training_continues(name, model_dir, tmp_path, sweep):
+    suite, count = SUITES[name], 2 if sweep else 1
     asked = {**suite.families, "honest": suite.honest}
     Scripted.script = {family: replies for family, (_, replies) in asked.items()}
     prompt = [{"role": "user", "content": "Write #### and then the answer."}]
@@ -203,14 +202,14 @@ def test_a_cheating_policy_earns_nothing_and_training_continues(name, model_dir,
             "max_tokens": 300,
         },
         inference={"name": f"{__name__}:Scripted"},
-        max_steps=STEPS,
+        max_steps=count,
         output={"dir": str(tmp_path)},
         tracking={"episodes_per_step": 0},
         **{f"env.{option}": value for option, value in suite.env.items()},
     ).train()
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["failures"]) for row in steps] == [(step + 1, 0.0) for step in range(STEPS)]
-    for step in range(STEPS):
+    assert [(row["step"], row["failures"]) for row in steps] == [(step + 1, 0.0) for step in range(count)]
+    for step in range(count):
         file = tmp_path / "episodes" / f"step-{step + 1:06d}.jsonl"
         episodes = [json.loads(line) for line in file.read_text().splitlines()]
         hacks = [episode for episode in episodes if episode["prompt_id"] != "honest"]
