@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TEXTS
+from sweeps import sampled
 from vowels import Vowels
 
 from rl4llm.algorithms import ALGORITHMS
@@ -43,6 +44,7 @@ from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import BatchCallable, Clip, Gate, as_reward_function, score
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": "4"} for i in range(4)]
+SHORT = {"name": "length", "unit": "chars", "max_length": 9, "margin": 2}
 WAYS = {
     "local": ("memory",),
     "sglang": ("filesystem", "tensor", "distributed", "lora"),
@@ -338,8 +340,10 @@ def test_template_args_reach_every_rendering(model_dir, tmp_path, tokenizer):
     made.close()
 
 
-@pytest.mark.parametrize("shown", [True, False])
-@pytest.mark.parametrize("described", [True, False])
+SHOWN = [(True, True), (True, False), (False, True), (False, False)]
+
+
+@pytest.mark.parametrize(("shown", "described"), sampled(SHOWN, SHOWN[1:3]))
 def test_demonstrations_show_the_tools_that_episodes_show(tokenizer, shown, described):
     template = copy.deepcopy(tokenizer)
     template.chat_template = (
@@ -385,7 +389,7 @@ def test_an_evaluation_does_not_use_the_server_of_a_run(model_dir, tmp_path):
     url = "http://127.0.0.1:9"  # nobody is there, and nobody is asked
     keys = {
         "model.path": str(model_dir), "data.path": "arithmetic", "output.dir": str(tmp_path / "run"), "eval.limit": 2,
-        "inference": {"name": "sglang", "url": url},
+        "inference": {"name": "sglang", "url": url}, "rewards": [SHORT],
     }  # fmt: skip
     running = ClaimingPublisher(_Nothing(), [url])
     asyncio.run(running.publish(None, 0))
@@ -427,6 +431,7 @@ def test_a_server_reads_evaluated_weights_beside_the_run(model_dir, tmp_path):
         keys = {
             "model.path": str(model_dir), "data.path": "arithmetic", "output.dir": str(tmp_path / "run"), "eval.limit": 2,
             "inference": {"name": "sglang", "url": f"http://127.0.0.1:{server.server_port}"},
+            "rewards": [SHORT],
         }  # fmt: skip
         with pytest.raises(
             EngineError, match=rf"asked to load version 0 from {tmp_path}/\.scratch-.*/v000000"
@@ -544,8 +549,7 @@ def test_the_weight_of_a_reward_of_turns_is_that_of_its_turns(model_dir, tmp_pat
 
 def test_a_configured_function_combines_several_rewards(model_dir, tmp_path):
     keys = {"output.dir": str(tmp_path / "run"), "env.reward_transform_fn": "rl4llm.rewards:multiply"}
-    short = {"name": "length", "unit": "chars", "max_length": 9, "margin": 2}
-    run = GRPOTrainer(str(model_dir), ROWS, rewards=["math", short], **keys)
+    run = GRPOTrainer(str(model_dir), ROWS, rewards=["math", SHORT], **keys)
     env = run.trainer.rollout.env
     said = [ChatMessage("assistant", text) for text in ("\\boxed{4}", "\\boxed{5}", "\\boxed{4} ")]
     samples = [
@@ -555,17 +559,17 @@ def test_a_configured_function_combines_several_rewards(model_dir, tmp_path):
     run.trainer.close()
     for rewards, way, message in [
         (
-            ["math", short | {"weight": 2}],
+            ["math", SHORT | {"weight": 2}],
             "rl4llm.rewards:multiply",
             "'length' has one. Remove the weight or the function",
         ),
         (
-            ["math", short],
+            ["math", SHORT],
             "multiply",
             "env.reward_transform_fn='multiply' cannot be imported: there is no ':' in it",
         ),
         (
-            ["math", short],
+            ["math", SHORT],
             "math:pi",
             "env.reward_transform_fn='math:pi' is not accepted. Accepted: a function",
         ),
@@ -663,6 +667,8 @@ def test_defaults_that_are_traps_are_shown_once(name, model_dir, tmp_path, capsy
         "rollout": {"prompts": 1, "group_size": 2},
         "max_steps": 0,
     }
+    if name == "grpo":
+        keys["rewards"] = [SHORT]
 
     def shown(directory, **more):
         keys["output"] = {"dir": str(tmp_path / directory)}

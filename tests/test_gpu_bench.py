@@ -27,7 +27,8 @@ def findings(out):
     return {(line["check"], line["what"]): line for line in lines}
 
 
-RUNS = ("learn", "train", "images", "stream")  # whole trainings, as other tests have them
+RUNS = ("learn", "train", "images", "stream", "engine", "lora", "deepspeed", "ipc")
+"""What other tests train, sample and send in the same way."""
 
 
 @pytest.mark.parametrize(

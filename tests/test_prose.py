@@ -10,6 +10,7 @@ from prose import Hit
 PHRASES = prose.settings()["phrase"]
 
 
+@pytest.mark.sweep  # scripts/test.sh runs the same before the tests
 def test_the_project_passes_its_prose_checks():
     assert list(prose.judge(prose.findings(prose.ROOT), prose.read_allowed(prose.ROOT / prose.ALLOWED))) == []
 

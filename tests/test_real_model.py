@@ -23,7 +23,7 @@ from rl4llm.sync.verify import Canary
 
 ROOT = Path(__file__).parent.parent
 QUICK = (
-    "eval.every=0", "rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=16", "training.warmup_steps=0",
+    "eval.every=0", "rollout.prompts=1", "rollout.group_size=2", "rollout.max_tokens=16", "training.warmup_steps=0",
     "checkpoint.every=0", "max_steps=2", "tracking.tensorboard=false",
     "rewards=[{name: length, unit: chars, max_length: 1, margin: 100}]",
 )  # fmt: skip
@@ -71,6 +71,7 @@ def assert_same(left, right):
     assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 
 
+@pytest.mark.sweep  # tests/extensions/inspect/check checks small models, the test of bf16 below the canary of this one
 def test_every_check_passes_under_autocast(sums, tmp_path):
     sizes = ("rollout.prompts=1", "rollout.group_size=2", "rollout.max_tokens=8")
     said = run("check", *sums, *sizes, "model.autocast=bfloat16", f"output.dir={tmp_path}")

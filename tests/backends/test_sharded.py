@@ -9,6 +9,7 @@ import pytest
 import torch
 from packed import pack
 from safetensors.torch import load_file
+from sweeps import sampled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -117,7 +118,11 @@ def assert_close(found, expected, tolerance):
         assert (tensor - expected[name]).abs().max() <= tolerance * scale, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# each of the others is part of one of these
+SAMPLE = ("policy", "adapted critic", "checkpointed adapter", "adapter of experts")
+
+
+@pytest.mark.parametrize("kind", sampled(KINDS, SAMPLE))
 def test_two_ranks_take_the_steps_of_one(on_ranks, build, trajectories, kind):
     model = build("qwen3_moe" if "experts" in kind else "qwen2" if "adapter" in kind else "llama")
     batches = packed(trajectories)
@@ -251,7 +256,7 @@ def test_bf16_comes_close_to_that_of_one_rank(on_ranks, build, trajectories, sha
         assert one.norm().item() == pytest.approx(other.norm().item(), rel=0.02)
 
 
-def many_times(ranks, model, parts, shard, times=20):
+def many_times(ranks, model, parts, shard, times=8):
     """Return the gradient of a step after its first micro-batch, and after the last of `times` equal ones."""
     backend, found = backend_of(ranks, model, shard, dtype="bfloat16"), []
     for count in (1, times):
@@ -263,11 +268,11 @@ def many_times(ranks, model, parts, shard, times=20):
     return found
 
 
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", sampled(SHARDS, ["fsdp2"]))
 def test_ranks_add_up_micro_batches_of_bf16_in_fp32(on_ranks, build, trajectories, shard):
     batches = packed(trajectories)
     for once, summed in on_ranks(many_times, build(), batches[:2], shard):
-        assert_close(summed, {name: 20 * grad for name, grad in once.items()}, 1e-5)
+        assert_close(summed, {name: 8 * grad for name, grad in once.items()}, 1e-5)
         assert any(grad.abs().max() > 1e-2 for grad in once.values())
     found, _ = on_ranks(many_times, build(), batches[:2], shard, 1)
     alone = [many_times(Ranks(), build(), [batch], "none", 1)[0] for batch in batches[:2]]
@@ -278,7 +283,7 @@ def masters_of(backend):
     return {name: whole(tensor).clone() for name, tensor in backend._optimizer.masters.items()}
 
 
-def small_bf16_steps(ranks, model, parts, shard, directory, steps=10):
+def small_bf16_steps(ranks, model, parts, shard, directory, steps=4):
     """Take small steps and save; return the masters, and masters and weights after one more step, loaded or not."""
     backend, loaded = (backend_of(ranks, model, shard, dtype="bfloat16", lr=1e-5) for _ in range(2))
     for _ in range(steps):
@@ -295,7 +300,7 @@ def small_bf16_steps(ranks, model, parts, shard, directory, steps=10):
     return kept, *after
 
 
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", sampled(SHARDS, ["fsdp2"]))
 def test_ranks_keep_and_save_the_masters_of_bf16(on_ranks, build, trajectories, tmp_path, shard):
     model, batches = build("qwen2"), packed(trajectories)
     places = [tmp_path / name for name in ("of one", "of two")]
@@ -338,8 +343,10 @@ def resumed(ranks, model, parts, shard, options, directory):
     return loaded_then_trained(ranks, backend_of(ranks, model, shard, **options), parts, directory)
 
 
-@pytest.mark.parametrize("kind", ["policy", "adapted critic"])
-@pytest.mark.parametrize("shard", SHARDS)
+RESUMED = [("ddp", "policy"), ("ddp", "adapted critic"), ("fsdp2", "policy"), ("fsdp2", "adapted critic")]
+
+
+@pytest.mark.parametrize(("shard", "kind"), sampled(RESUMED, [RESUMED[0], RESUMED[3]]))
 def test_a_checkpoint_resumes_on_one_rank_or_two(on_ranks, build, trajectories, tmp_path, shard, kind):
     model, batches, options = build("qwen2"), packed(trajectories), KINDS[kind]
     parts = split(batches, 4)

@@ -242,7 +242,7 @@ def imitation(batch, logprobs_BT, entropy_BT):
     return -logprobs_BT, {}
 
 
-def learned(backend, batches, optimizer=None, steps=40):
+def learned(backend, batches, optimizer=None, steps=28):
     """Take small steps; return the fall of the loss with exact and with published weights, and how the exact ones moved."""
     published = dict(backend.model.named_parameters())
     exact = published | ({} if optimizer else backend._optimizer.masters)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from packed import pack
+from sweeps import sampled
 from vision_families import BOTH_WAYS, FAMILIES, GRIDS, change
 from vision_models import picture, plain_logprobs, seeing_model, vision_of, whole_model
 
@@ -17,6 +18,9 @@ from rl4llm.core.images import tower_of
 from rl4llm.core.types import TokenSpan, images_of
 from rl4llm.data.layouts import LAYOUTS
 from rl4llm.data.pack import totals_of
+
+TRAINS = [pytest.param(False, id="frozen"), pytest.param(True, id="train")]
+SIZES = [pytest.param(10_000, id="one batch"), pytest.param(40, id="also batches without images")]
 
 
 def packed(trajectories, vision, layout="shared", size=10_000):
@@ -96,8 +100,8 @@ def test_ranks_that_share_a_model_see_the_same(seen, expected, on_ranks, tmp_pat
         assert apart(by_record([batch], [found]), expected) < 1e-5
 
 
-@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "train"])
-@pytest.mark.parametrize("size", [10_000, 40], ids=["one batch", "also batches without images"])
+@pytest.mark.parametrize("trains", sampled(TRAINS, [TRAINS[1]]))
+@pytest.mark.parametrize("size", sampled(SIZES, [SIZES[1]]))
 def test_gradients_are_those_of_the_familys_forward(seen, trains, size):
     directory, vision, trajectories = seen
     model, whole = seeing_model(directory, vision, trains=trains), whole_model(directory)
@@ -173,7 +177,7 @@ def test_each_image_is_computed_once(seen, monkeypatch):
     assert len(asked) == len(set(asked)) == 4
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", sampled([False, True], [False]))
 def test_missing_images_are_computed_together(seen, monkeypatch, deterministic):
     directory, vision, _ = seen
     images = [vision.store.add(picture(directory.name, 8, 8, seed)) for seed in range(1, 19)]
@@ -197,7 +201,7 @@ def test_missing_images_are_computed_together(seen, monkeypatch, deterministic):
     assert len(calls) == (18 if deterministic else 2)  # the rest was kept
 
 
-@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "train"])
+@pytest.mark.parametrize("trains", sampled(TRAINS, [TRAINS[1]]))
 def test_image_side_is_exported_as_it_trained(seen, tmp_path, trains):
     directory, vision, trajectories = seen
     backend = TorchBackend(seeing_model(directory, vision, trains=trains), lr=1e-2)

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 import torch
+from sweeps import sampled
+from vision_families import FAMILIES
 from vision_models import seeing_model, vision_of
 
 from rl4llm.backends.models import load_tokenizer
@@ -16,6 +18,7 @@ from rl4llm.sync.canary_image import CanaryImage
 from rl4llm.sync.verify import Canary
 
 REF = WeightRef(1)
+TEXT_SAMPLE = ("qwen3_vl", "gemma3")  # these tests are about the text
 
 
 @pytest.fixture
@@ -49,6 +52,7 @@ def test_canary_finds_other_features(sides):
         verify(backend, engine, image)
 
 
+@pytest.mark.parametrize("vision_directory", sampled(FAMILIES, TEXT_SAMPLE), indirect=True)
 def test_canary_finds_an_engine_with_old_text_weights(sides):
     backend, engine, image = sides
     with torch.no_grad():
@@ -58,6 +62,7 @@ def test_canary_finds_an_engine_with_old_text_weights(sides):
         verify(backend, engine, image)
 
 
+@pytest.mark.parametrize("vision_directory", sampled(FAMILIES, TEXT_SAMPLE), indirect=True)
 def test_text_canary_has_the_same_tokens_as_ever(sides):
     _, engine, image = sides
     plain, shown = (Canary(engine.vocab_size, dtype="float32", image=given) for given in (None, image))

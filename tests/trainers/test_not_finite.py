@@ -115,9 +115,9 @@ def test_replay_shows_where_a_failed_step_is_not_finite(model_dir, tmp_path, bad
 
 
 @pytest.mark.parametrize("backend", [
-    {"name": "torch", "shard": "ddp"},
+    pytest.param({"name": "torch", "shard": "ddp"}, marks=pytest.mark.sweep),
     {"name": "torch", "shard": "fsdp2", "cpu_offload": True},
-    pytest.param({"name": "deepspeed", "zero_stage": 2}, marks=pytest.mark.deepspeed),
+    pytest.param({"name": "deepspeed", "zero_stage": 2}, marks=[pytest.mark.deepspeed, pytest.mark.sweep]),
     pytest.param({"name": "deepspeed", "zero_stage": 3}, marks=pytest.mark.deepspeed),
 ], ids=lambda backend: "-".join(map(str, backend.values())))  # fmt: skip
 def test_all_ranks_skip_a_loss_that_is_not_finite_on_one(model_dir, tmp_path, monkeypatch, capsys, backend):

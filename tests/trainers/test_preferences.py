@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from sweeps import sampled
 
 from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from rl4llm.api import PolicyTrainer
@@ -154,8 +155,9 @@ def assert_same(found, expected):
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_packing_does_not_change_the_gradient_or_the_metrics(name, model_dir, tmp_path):
+# IPO has the pairs of DPO, and a world model reads what SFT reads
+@pytest.mark.parametrize("name", sampled(KINDS, lambda name: name not in ("ipo", "world")))
+def test_packing_does_not_change_the_gradient_or_the_metrics(name, model_dir, tmp_path, sweep):
     def computed(layout, budget):
         training = {"lr": 1e-3, "layout": layout, "max_tokens_per_batch": budget}
         return gradient(model_dir, tmp_path / f"{layout}{budget}", name, training=training)
@@ -169,9 +171,8 @@ def test_packing_does_not_change_the_gradient_or_the_metrics(name, model_dir, tm
     for layout, budget in (
         ("sorted", 64),
         ("packed", 64),
-        ("packed", 4096),
         ("shared", 64),
-        ("shared", 4096),
+        *((("packed", 4096), ("shared", 4096)) if sweep else ()),
     ):
         found, parts = computed(layout, budget)
         assert_same(found, expected)
@@ -179,7 +180,10 @@ def test_packing_does_not_change_the_gradient_or_the_metrics(name, model_dir, tm
         assert len(parts) > 1 or budget > 64
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "online_dpo"])
+@pytest.mark.parametrize(
+    "name",
+    sampled(["sft", "world", "dpo", "ipo", "kto", "reward_model"], ["sft", "dpo", "kto", "reward_model"]),
+)
 def test_neither_order_nor_repetition_changes_the_gradient(name, model_dir, tmp_path):
     rows = KINDS[name][1]
     order = {"data.shuffle": False}
@@ -394,9 +398,9 @@ def test_a_world_model_predicts_the_environment_better(model_dir, tmp_path):
             found.append({"messages": [{"role": role, "content": content} for role, content in messages]})
         return found
 
-    options = {"rollout": {"prompts": 16}, "max_steps": 200, "training": {"lr": 5e-3}, "eval": {"every": 200}}
+    options = {"rollout": {"prompts": 16}, "max_steps": 120, "training": {"lr": 5e-3}, "eval": {"every": 120}}
     options |= {"eval_dataset": echoes(32, 1), "algorithm": {"learn": "context"}}
-    make(SFTTrainer, model_dir, echoes(3200, 0), tmp_path, **options).train()
+    make(SFTTrainer, model_dir, echoes(1920, 0), tmp_path, **options).train()
     before, after = column(tmp_path, "nll", "eval.jsonl")
     assert before > 5
     assert after < 0.1  # a guess at the echo would cost 0.15 a token

@@ -110,7 +110,8 @@ BACKENDS = [
 ]
 
 
-@pytest.mark.parametrize("backend", sampled(BACKENDS, lambda case: case.id == "ddp"))
+@pytest.mark.sweep  # the tests below kill runs at chosen moments
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_runs_killed_at_random_times_lose_at_most_one_interval(
     whole, processes, model_dir, tmp_path, backend, sweep
 ):

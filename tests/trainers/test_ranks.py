@@ -155,7 +155,7 @@ PAIRS = [
     for name in ALGORITHMS
     for backend in BACKENDS
 ]
-SAMPLE = ("grpo-ddp", "grpo-fsdp2", "grpo-zero-2", "dapo-ddp", "ppo-fsdp2", "ppo-zero-3")
+SAMPLE = ("grpo-zero-2", "dapo-ddp", "ppo-fsdp2", "ppo-zero-3")
 """Each backend that holds other parts of a model, each estimate that ranks share, and the critic where it is sharded."""
 
 
@@ -233,7 +233,9 @@ def single_adapter(model_dir, alone, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("backend", sampled(BACKENDS, lambda case: case.id in ("fsdp2", "zero-3")))
+@pytest.mark.parametrize(
+    "backend", sampled(BACKENDS, lambda case: case.id == "zero-3")
+)  # test_sharded has torch's
 def test_an_adapter_and_the_model_under_it_take_the_same_steps(
     on_ranks, single_adapter, model_dir, tmp_path, backend
 ):
@@ -327,19 +329,19 @@ def test_ranks_train_the_same_draws_ahead_of_a_slow_one(on_ranks, model_dir, tok
         with serving(FaultServer(load_model(model_dir), tokenizer, one_by_one=True)) as server:
             options = {
                 "inference": {"name": "sglang", "url": server.url, "deadline_s": 30.0}, "rollout.max_staleness": bound,
-                "deterministic": False, "eval.every": 0, "max_steps": 5, "tracking.episodes_every": 1,
+                "deterministic": False, "eval.every": 0, "max_steps": 4, "tracking.episodes_every": 1,
                 "tracking.episodes_per_step": 100,
             }  # fmt: skip
             (steps, weights, apart), (others, same, shared) = on_ranks(
                 trained_ahead, model_dir, tmp_path / str(bound), options
             )
-        assert steps == others == 5 and torch.equal(weights, same) and apart == shared > 0
+        assert steps == others == 4 and torch.equal(weights, same) and apart == shared > 0
         files = sorted((tmp_path / str(bound) / "episodes").glob("step-*.jsonl"))
         rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         played[bound] = [sorted((row["prompt_id"], row["sample"]) for row in step) for step in rows]
-    assert played[0] == played[2] and len(played[0]) == 10  # files of steps and ranks
+    assert played[0] == played[2] and len(played[0]) == 8  # files of steps and ranks
     told = {row["step"]: (row["staleness"], row["staleness/max"]) for row in metrics(tmp_path / "2")}
-    assert told == {step: pytest.approx(ages_of(step, rows)) for step in range(1, 6)}  # of all ranks
+    assert told == {step: pytest.approx(ages_of(step, rows)) for step in range(1, 5)}  # of all ranks
     assert 1 <= max(oldest for _, oldest in told.values()) <= 2
 
 
