@@ -45,10 +45,11 @@ def anchors(page):
 @pytest.fixture(scope="module")
 def sentences():
     """Return every string of the source except docstrings, with … in place of values."""
-    trees = [ast.parse(file.read_text()) for file in (ROOT / "rl4llm").rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
-    texts = {_text(node) for node in nodes if isinstance(node, ast.expr) and node not in docstrings}
+    texts = set()
+    for file in (ROOT / "rl4llm").rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(file.read_text()))]
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        texts |= {_text(node) for node in nodes if isinstance(node, ast.expr) and node not in docstrings}
     return sorted(texts - {""})
 
 
