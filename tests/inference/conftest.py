@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from vision_models import seen, vision_directories, vision_directory  # noqa: F401 - fixtures
+from vision_models import seen, some_vision_directory, vision_directories  # noqa: F401 - fixtures
 
 from rl4llm.inference.embedded import kv_cache
 from rl4llm.inference.embedded.sampling import uniforms

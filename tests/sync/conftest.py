@@ -1,3 +1,3 @@
 """The tiny vision-language models of all tests of syncing."""
 
-from vision_models import vision_directories, vision_directory  # noqa: F401 - fixtures
+from vision_models import some_vision_directory, vision_directories  # noqa: F401 - fixtures
