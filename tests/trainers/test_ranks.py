@@ -233,9 +233,8 @@ def single_adapter(model_dir, alone, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize(
-    "backend", sampled(BACKENDS, lambda case: case.id == "zero-3")
-)  # test_sharded has torch's
+@pytest.mark.sweep  # tests/backends/test_sharded.py and tests/extensions/deepspeed step adapters on two ranks
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_adapter_and_the_model_under_it_take_the_same_steps(
     on_ranks, single_adapter, model_dir, tmp_path, backend
 ):
