@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from sweeps import sampled
 from test_notebook import started
 
 TUTORIAL = Path(__file__).parent.parent / "examples" / "tutorial"
@@ -47,12 +46,7 @@ def cells(name, kind):
     return ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == kind]
 
 
-# tests/trainers/test_tool_training.py trains with tools, tests/tracking/test_alerts.py has the signs of failing runs, and
-# tests/algorithms/test_learning.py what PPO and GRPO learn
-LONG = ("3_tool", "4_failing", "5_ppo_or_grpo")
-
-
-@pytest.mark.parametrize("name", sampled(PROMISES, lambda name: name not in LONG))
+@pytest.mark.parametrize("name", PROMISES)
 def test_chapter_keeps_its_promise(desk, warm_python, name):
     with started(warm_python, desk) as kernel:
         kernel.run("%matplotlib inline")  # it is imported already
