@@ -13,7 +13,7 @@ CELL_S = 300.0
 SVG = "{http://www.w3.org/2000/svg}"
 KEYS = 'rollout={{"prompts": 2, "group_size": 2, "max_tokens": 4}}, output={{"dir": "{0}"}}'
 CELLS = '''
-from rl4llm import BaseMDPEnv, ChatMessage
+from rl4llm import BaseMDPEnv, BaseRewardFunction, ChatMessage
 
 class Again(BaseMDPEnv):
     async def respond(self, sample):

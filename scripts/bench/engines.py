@@ -13,23 +13,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import build_prompts, describe_machine, load_model
+from peer import in_turns, parser_of, ratios, spread
 
 from rl4llm.core.types import SamplingParams
 from rl4llm.extensions.servers.launch import ServerProcess, launch
@@ -122,10 +119,11 @@ def servers(options: argparse.Namespace, logs: Path) -> dict[str, ServerProcess]
             str(port),
             "-np",
             rows,
-            "-t",
-            str(options.threads),
+            "-fa",
+            "on",
+            "--kv-unified",
         ]
-        command += ["-c", str(int(rows) * 256), "--kv-unified", "-fa", "on"]
+        command += ["-c", str(int(rows) * 256), "-t", str(options.threads)]
         found["llama"] = ServerProcess(command, port=port, log=logs / "llama", name="llama")
     return found
 
@@ -150,9 +148,7 @@ def _family(server: ServerProcess | None) -> list[psutil.Process]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="the directory of a pretrained model")
     parser.add_argument("--sglang", help="Python of the environment that SGLang is installed in")
     parser.add_argument("--vllm", help="Python of the environment that vLLM is installed in")
@@ -178,11 +174,8 @@ def main() -> None:
                 pass
         speeds = measure(sides, found, options)
     for name, values in speeds.items():
-        ratios = [ours / theirs for ours, theirs in zip(speeds["rl4llm"], values, strict=True)]
-        print(
-            f"{name:8} {statistics.median(values):7,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f}); "
-            f"rl4llm is {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
-        )
+        faster = spread(ratios(speeds["rl4llm"], values))
+        print(f"{name:8} tokens/s: {spread(values, ',.0f')}; rl4llm is {faster} times as fast")
 
 
 def measure(
@@ -191,22 +184,21 @@ def measure(
     options: argparse.Namespace,
 ) -> dict[str, list[float]]:
     """Return tokens per second of each side in each round, after one round to warm up."""
-    speeds: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(options.rounds + 1):
-        prompts = [
-            prompt for prompt in build_prompts(40_000, options.prompts, seed=number) for _ in range(SAMPLES)
-        ]
-        for name, run in sides.items():
-            with awake(found.get(name)):
-                start = time.perf_counter()
-                tokens = run(prompts, number)
-                elapsed = time.perf_counter() - start
-            if tokens != len(prompts) * NEW_TOKENS:
-                raise SystemExit(f"{name}: expected {len(prompts) * NEW_TOKENS} tokens, got {tokens}")
-            if number:
-                speeds[name].append(tokens / elapsed)
-                print(f"round {number}: {name} {tokens / elapsed:,.0f} tokens/s", flush=True)
-    return speeds
+
+    def speed(name: str, rounds: Iterator[int]) -> float:
+        number = next(rounds)
+        prompts = build_prompts(40_000, options.prompts, seed=number)
+        prompts = [prompt for prompt in prompts for _ in range(SAMPLES)]
+        with awake(found.get(name)):
+            start = time.perf_counter()
+            tokens = sides[name](prompts, number)
+            elapsed = time.perf_counter() - start
+        if tokens != len(prompts) * NEW_TOKENS:
+            raise SystemExit(f"{name}: expected {len(prompts) * NEW_TOKENS} tokens, got {tokens}")
+        print(f"round {number}: {name} {tokens / elapsed:,.0f} tokens/s", flush=True)
+        return tokens / elapsed
+
+    return in_turns({name: partial(speed, name, itertools.count()) for name in sides}, options.rounds)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,16 @@ import asyncio
 import json
 import multiprocessing
 import os
-import select
-import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import psutil
 from episodes_server import serve, texts
 from episodes_task import SYSTEM, TURNS, increment, plain_tool, question, scored
+from peer import Memory, Peer, in_turns, parser_of, ratios, spread
 
 from rl4llm.backends.tiny import build_tokenizer
 from rl4llm.core.base_client import BaseClient
@@ -44,7 +41,6 @@ HERE = Path(__file__).parent
 GROUP, AT_ONCE = 8, 1024
 PARAMS = SamplingParams(max_tokens=64)
 LIMITS = {"vocab_size": 4096, "context_length": 2048}
-DEADLINE_S = 900  # for the peer to start, or to play once
 
 
 class SaysTheSum(BaseRewardFunction):
@@ -124,7 +120,7 @@ def row(number: int) -> dict[str, Any]:
 def play(client: BaseClient, env: ToolMDPEnv) -> dict[str, float]:
     """Play all prompts of the environment at once; wall and processor seconds, and what memory grew by at its peak."""
     renderer = Renderer(env.tokenizer, env.tool_schemas, roles=("tool",))
-    before = _reset_peak()
+    memory = Memory()
     with Runner() as runner:
         rollout = Rollout(env, client, renderer, runner, seed=0)
         began, cpu = time.perf_counter(), time.process_time()
@@ -135,19 +131,7 @@ def play(client: BaseClient, env: ToolMDPEnv) -> dict[str, float]:
     assert len(trajectories) == len(env.dataset) * env.group_size
     assert all(trajectory.reward == 1.0 for trajectory in trajectories), "an episode did not end as it should"
     assert all(trajectory.num_turns == TURNS for trajectory in trajectories)
-    return {"episodes": len(trajectories), "grown_bytes": _peak() - before, **seconds}
-
-
-def _reset_peak() -> int:
-    """Forget the high-water mark of the resident set; returns what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return psutil.Process().memory_info().rss
-
-
-def _peak() -> int:
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    return {"episodes": len(trajectories), **memory.report(), **seconds}
 
 
 def alone(options: argparse.Namespace) -> None:
@@ -166,62 +150,25 @@ def alone(options: argparse.Namespace) -> None:
         play(engine, environment(tokenizer, 32, tool))  # warm
         set_aside_what_stays()  # as `rl4llm train` does before its first step
         results = [play(engine, env) for _ in range(runs)]
-        grown = max(result["grown_bytes"] for result in results)
+        grown = max(result["growth_gb"] for result in results)
         what = f"{episodes:,} episodes at once, {kind}, one core"
-        print(f"{what}: {rates(results)}; peak above the idle process {grown >> 20} MiB")
+        print(f"{what}: {rates(results)}; peak above the idle process {grown * 1e3:.0f} MB")
 
 
 def rates(results: Sequence[dict[str, float]]) -> str:
     """Episodes a second, by the wall and by the processor."""
     wall, cpu = ([result["episodes"] / result[clock] for result in results] for clock in ("wall_s", "cpu_s"))
-    return (
-        f"{statistics.median(wall):,.0f} a second ({min(wall):,.0f} to {max(wall):,.0f}), "
-        f"by processor time {statistics.median(cpu):,.0f} ({min(cpu):,.0f} to {max(cpu):,.0f})"
-    )
+    return f"a second {spread(wall, ',.0f')}, by processor time {spread(cpu, ',.0f')}"
 
 
-class Peer:
-    """The other side's process."""
-
-    def __init__(self, options: argparse.Namespace, url: str, directory: str):
-        prompts = max(1, options.episodes // GROUP)
-        job = {"url": url, "prompts": prompts, "group_size": GROUP, "interception": options.peer_interception}
-        self._log = Path(directory, "peer.log")
-        command = [options.peer_python, str(HERE / "verifiers_peer.py"), json.dumps(job)]
-        environment = {**os.environ, "HOME": directory}  # where it makes a directory for each rollout
-        environment.pop("PYTHONPATH", None)
-        with open(self._log, "w") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment,
-            )
-        self.versions = self._answer()["versions"]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def play(self) -> dict[str, float]:
-        self._process.stdin.write("play\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        if not select.select([self._process.stdout], [], [], DEADLINE_S)[0]:
-            raise SystemExit(
-                f"the peer did not answer within {DEADLINE_S} s:\n{self._log.read_text()[-4000:]}"
-            )
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the peer ended with {self._process.wait()}:\n{self._log.read_text()[-4000:]}")
-        return json.loads(line)
+def peer_of(options: argparse.Namespace, url: str, directory: str) -> Peer:
+    """Return the other side's process."""
+    prompts = max(1, options.episodes // GROUP)
+    job = {"url": url, "prompts": prompts, "group_size": GROUP, "interception": options.peer_interception}
+    command = [options.peer_python, str(HERE / "verifiers_peer.py"), json.dumps(job)]
+    environment = {**os.environ, "HOME": directory}  # where it makes a directory for each rollout
+    environment.pop("PYTHONPATH", None)
+    return Peer("the peer", command, environment, Path(directory, "peer.log"))
 
 
 class Server:
@@ -245,26 +192,22 @@ def side_by_side(options: argparse.Namespace) -> None:
         url = stack.enter_context(Server())
         tokenizer = tokenizer_of_the_task()
         directory = stack.enter_context(tempfile.TemporaryDirectory())
-        peer = stack.enter_context(Peer(options, url, directory))
+        peer = stack.enter_context(peer_of(options, url, directory))
         env = environment(tokenizer, options.episodes)
         client = SGLangClient(url, tokenizer, **LIMITS)
-        sides = [lambda: play(client, env), peer.play]
-        pairs = [[side() for side in sides] for _ in range(options.warm_up + options.pairs)][
-            options.warm_up :
-        ]
-    name = " ".join(f"{name} {version}" for name, version in peer.versions.items())
+        name = " ".join(f"{name} {version}" for name, version in peer.versions.items())
+        sides = {"rl4llm": lambda: play(client, env), name: peer.ask}
+        taken = in_turns(sides, options.pairs, options.warm_up)
     print(f"{options.episodes} episodes of {TURNS} turns at once, {options.pairs} pairs")
-    for which, results in zip(("rl4llm", name), zip(*pairs, strict=True), strict=True):
+    for which, results in taken.items():
         print(f"{which}: {rates(results)}")
     for clock, what in (("wall_s", "wall clock"), ("cpu_s", "processor time")):
-        ratios = [theirs[clock] / ours[clock] for ours, theirs in pairs]
-        print(f"ratio by {what}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        theirs, ours = ([result[clock] for result in taken[which]] for which in (name, "rl4llm"))
+        print(f"ratio by {what}: {spread(ratios(theirs, ours))}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument(
         "--concurrent", type=int, default=10_000, help="simultaneous episodes whose memory is measured"

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import (
     PROMPT_TOKENS,
     SHAPES,
@@ -35,8 +31,8 @@ from models import (
     describe_machine,
     load_model,
 )
+from peer import in_turns, parser_of, ratios
 
-import rl4llm.runtime.cpu
 from rl4llm.core.types import SamplingParams
 from rl4llm.inference.local import LocalClient
 from rl4llm.runtime.cpu import prefers_onednn, use_fast_linear
@@ -83,40 +79,37 @@ def engine_side(client: LocalClient, prompts: list[list[int]]) -> Callable[[int]
     return run
 
 
-def measure(sides: list[Callable[[int], int]], tokens: int, pairs: int) -> list[list[float]]:
-    """Tokens per second of each side in each pair, A B A B ..., after one round to warm up."""
-    speeds: list[list[float]] = [[] for _ in sides]
-    for pair in range(pairs + 1):
-        for side, run in enumerate(sides):
-            start = time.perf_counter()
-            found = run(pair)
-            elapsed = time.perf_counter() - start
-            if found != tokens:
-                raise SystemExit(f"expected {tokens} tokens, got {found}")
-            if pair:
-                speeds[side].append(tokens / elapsed)
-    return speeds
+def speed(run: Callable[[int], int], rounds: itertools.count[int], tokens: int) -> float:
+    """Tokens per second."""
+    start = time.perf_counter()
+    found = run(next(rounds))
+    elapsed = time.perf_counter() - start
+    if found != tokens:
+        raise SystemExit(f"expected {tokens} tokens, got {found}")
+    return tokens / elapsed
 
 
-def compare(options: argparse.Namespace, path: str, kernels: str) -> str:
+def compare(options: argparse.Namespace, path: str) -> str:
     model, tokenizer, prompts = subject(options)
     model = model.to(weights_of(options.dtype))
     peer = model
     if weights_of(options.peer_dtype) != model.dtype:
         peer = copy.deepcopy(model).to(weights_of(options.peer_dtype))
-    if kernels == "onednn":
-        use_fast_linear(model)
-        use_fast_linear(peer)
-    else:  # the engine asks on every product; without this it would use oneDNN whatever the model's layers are
-        rl4llm.runtime.cpu.prefers_onednn = lambda: False
+    use_fast_linear(model)
+    use_fast_linear(peer)
     autocast = "bfloat16" if options.dtype == "autocast" else "none"
     client = LocalClient(model, tokenizer, path=path, autocast=autocast)
-    sides = [generate_side(peer, prompts, options.peer_dtype), engine_side(client, prompts)]
-    theirs, ours = measure(sides, len(prompts) * SAMPLES * NEW_TOKENS, options.pairs)
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    sides = {
+        "theirs": generate_side(peer, prompts, options.peer_dtype),
+        "ours": engine_side(client, prompts),
+    }
+    tokens = len(prompts) * SAMPLES * NEW_TOKENS
+    runs = {name: partial(speed, run, itertools.count(), tokens) for name, run in sides.items()}
+    speeds = in_turns(runs, options.pairs)
+    pairs = ratios(speeds["ours"], speeds["theirs"])
     return (
-        f"{options.dtype:>9} {options.peer_dtype:>9} {kernels:>7} {path:>6} {statistics.median(theirs):>11,.0f} "
-        f"{statistics.median(ours):>11,.0f} {statistics.median(ratios):>7.2f} {min(ratios):>6.2f} - {max(ratios):.2f}"
+        f"{options.dtype:>9} {options.peer_dtype:>9} {path:>6} {statistics.median(speeds['theirs']):>11,.0f} "
+        f"{statistics.median(speeds['ours']):>11,.0f} {statistics.median(pairs):>7.2f} {min(pairs):>6.2f} - {max(pairs):.2f}"
     )
 
 
@@ -134,18 +127,13 @@ def weights_of(dtype: str) -> torch.dtype:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
     parser.add_argument("--model", help="the directory of a pretrained model, instead of --size")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--peer-dtype", choices=DTYPES, help="generate's, by default --dtype")
     parser.add_argument(
         "--path", choices=["fast", "model", "both"], default="both", help="the engine's decoding path"
-    )
-    parser.add_argument(
-        "--kernels", choices=["onednn", "stock", "both"], default="onednn", help="linear layers, both sides"
     )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--pairs", type=int, default=5)
@@ -154,18 +142,15 @@ def main() -> None:
     options.peer_dtype = options.peer_dtype or options.dtype
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
-    paths = ["fast", "model"] if options.path == "both" else [options.path]
-    kinds = ["onednn", "stock"] if options.kernels == "both" else [options.kernels]
     print(
         f"{options.model or options.size}: {options.prompts} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens"
     )
     print(f"{options.pairs} pairs; {describe_machine()}")
-    if "onednn" in kinds and not prefers_onednn():
+    if not prefers_onednn():
         print("oneDNN is not preferred on this machine: both sides use torch's own linear.")
-    print("    dtype generate's kernels   path generate/s    engine/s   ratio  range")
-    for kernels in kinds:
-        for path in paths:
-            print(compare(options, path, kernels), flush=True)
+    print("    dtype generate's   path generate/s    engine/s   ratio  range")
+    for path in ("fast", "model") if options.path == "both" else (options.path,):
+        print(compare(options, path), flush=True)
 
 
 if __name__ == "__main__":

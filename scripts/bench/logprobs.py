@@ -8,18 +8,15 @@ resident set's high-water mark in a separate process per side. Ratios above 1 fa
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from peer import Memory, in_turns, parser_of
 
 from rl4llm.backends.heads import OutputLayer, selected_logprobs
 from rl4llm.runtime.cpu import linear
@@ -40,11 +37,11 @@ def ours(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tens
 SIDES = {"naive": naive, "ours": ours}
 
 
-def inputs(tokens: int, hidden: int) -> Inputs:
+def inputs(hidden: int) -> Inputs:
     torch.manual_seed(0)
-    hidden_ND = torch.randn(tokens, hidden, requires_grad=True)
+    hidden_ND = torch.randn(TOKENS, hidden, requires_grad=True)
     weight_VD = torch.randn(VOCABULARY, hidden).mul_(0.02).requires_grad_()
-    return hidden_ND, weight_VD, torch.randint(0, VOCABULARY, (tokens,))
+    return hidden_ND, weight_VD, torch.randint(0, VOCABULARY, (TOKENS,))
 
 
 def step(side: Callable[..., torch.Tensor], given: Inputs) -> float:
@@ -56,62 +53,40 @@ def step(side: Callable[..., torch.Tensor], given: Inputs) -> float:
     return time.perf_counter() - start
 
 
-def high_water_mark() -> int:
-    """The largest resident set of this process so far, in bytes."""
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-
-
-def peak_bytes(side: str, hidden: int) -> int:
+def peak_gb(side: str, hidden: int) -> float:
     """Growth of the high-water mark over what the inputs and a tiny pass take."""
-    given = inputs(TOKENS, hidden)
-    step(
-        SIDES[side],
-        (given[0][:8].detach().requires_grad_(), given[1][:64].detach().requires_grad_(), given[2][:8] % 64),
-    )
-    before = high_water_mark()
-    step(SIDES[side], given)
-    return high_water_mark() - before
-
-
-def measured_peak(side: str, args: argparse.Namespace) -> int:
-    command = [
-        sys.executable,
-        __file__,
-        "--threads",
-        str(args.threads),
-        "--hidden",
-        str(args.hidden),
-        "--peak-of",
-        side,
+    given = inputs(hidden)
+    rows = [
+        tensor[:count].detach().requires_grad_() for tensor, count in zip(given[:2], (8, 64), strict=True)
     ]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    step(SIDES[side], (*rows, given[2][:8] % 64))
+    memory = Memory()
+    step(SIDES[side], given)
+    return memory.report()["growth_gb"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peak-of", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--peak-of", choices=SIDES, help="print only the peak memory of this side")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.peak_of:
-        print(json.dumps(peak_bytes(args.peak_of, args.hidden)))
+        print(json.dumps(peak_gb(args.peak_of, args.hidden)))
         return
-    peaks = {name: measured_peak(name, args) for name in SIDES}
-    given = inputs(TOKENS, args.hidden)
-    times: dict[str, list[float]] = {name: [] for name in SIDES}
-    for round_number in range(args.rounds + 1):
-        for name, side in SIDES.items():
-            seconds = step(side, given)
-            if round_number:  # the first is warm-up
-                times[name].append(seconds)
+    peaks = {}
+    for name in SIDES:
+        command = [sys.executable, *sys.argv, "--peak-of", name]
+        peaks[name] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    given = inputs(args.hidden)
+    times = in_turns({name: partial(step, side, given) for name, side in SIDES.items()}, args.rounds)
     best = {name: min(values) for name, values in times.items()}
     for name in SIDES:
-        print(f"{name:6} {best[name]:7.2f} s   {peaks[name] / 1e9:6.2f} GB extra")
-    print(
-        f"time ratio {best['naive'] / best['ours']:.2f}, memory ratio {peaks['naive'] / max(peaks['ours'], 1):.1f}"
-    )
+        print(f"{name:6} {best[name]:7.2f} s   {peaks[name]:6.2f} GB extra")
+    memory = peaks["naive"] / max(peaks["ours"], 1e-9)
+    print(f"time ratio {best['naive'] / best['ours']:.2f}, memory ratio {memory:.1f}")
 
 
 if __name__ == "__main__":

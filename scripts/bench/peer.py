@@ -1,20 +1,99 @@
-"""How the two sides of `step.py` talk to their driver: a line of JSON each way, and nothing but the standard library.
+"""What the benchmarks share, with nothing but the standard library: options, sides that take turns, and spreads of numbers.
 
-A side builds its trainer, says that it is ready, and then takes one training step for each line it reads.
+A side in another environment is a process that a driver talks to: a line of JSON each way. It builds what it measures, says
+that it is ready, and then does its work once for each line it reads.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import select
+import statistics
+import subprocess
 import sys
 import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
+
+DEADLINE_S = 900  # for a process to start, or to do its work once
+Taken = TypeVar("Taken")
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is the text of a script."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def in_turns(
+    sides: Mapping[str, Callable[[], Taken]], rounds: int, warm_up: int = 1
+) -> dict[str, list[Taken]]:
+    """Run each side once in each round; return what each gave, without the rounds that warm up."""
+    taken: dict[str, list[Taken]] = {name: [] for name in sides}
+    for number in range(warm_up + rounds):
+        for name, run in sides.items():
+            found = run()
+            if number >= warm_up:
+                taken[name].append(found)
+    return taken
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """Return the ratio of each pair."""
+    return [one / other for one, other in zip(over, under, strict=True)]
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Return the median, the least and the most.
+
+    >>> spread([1.0, 3.0, 2.0], ".1f")
+    '2.0 (1.0 to 3.0)'
+    """
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+class Peer:
+    """The driver's end: the process of a side."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path):
+        self.name, self._log = name, log
+        pipe = subprocess.PIPE
+        with open(log, "w") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment
+            )
+        self.versions = self._answer()["versions"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def ask(self) -> dict[str, Any]:
+        """Have it do its work once; return what it measured."""
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        problem = f"did not answer within {DEADLINE_S} s"
+        if select.select([self._process.stdout], [], [], DEADLINE_S)[0]:
+            if line := self._process.stdout.readline():
+                return json.loads(line)
+            problem = f"ended with {self._process.wait()}"
+        raise SystemExit(f"{self.name} {problem}:\n{self._log.read_text()[-4000:]}")
 
 
 class Channel:
-    """The worker's end. What libraries print goes to stderr, as stdout belongs to the driver."""
+    """The side's end. What libraries print goes to stderr, as stdout belongs to the driver."""
 
     def __init__(self) -> None:
         self._to_driver = os.fdopen(os.dup(1), "w")
@@ -25,7 +104,7 @@ class Channel:
         print(json.dumps(values), file=self._to_driver, flush=True)
 
     def wait(self) -> bool:
-        """Wait until the driver asks for a step; False when there are no more."""
+        """Wait until the driver asks for work; False when there is no more."""
         return bool(sys.stdin.readline())
 
 

@@ -9,16 +9,17 @@ fsync after saving. The two take turns, each into separate files that are delete
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from peer import in_turns, parser_of, ratios
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -58,32 +59,22 @@ def seconds(save: Callable[[dict[str, Tensor], Path], None], weights: dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument(
-        "--dir", default=None, help="on the file system to measure (default: the temporary directory)"
-    )
+    parser.add_argument("--dir", help="on the file system to measure (default: the temporary directory)")
     options = parser.parse_args()
     weights = random_weights(options.mib)
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
-        root = Path(directory)
-        for save in (plain, published):
-            seconds(save, weights, root)
-        pairs = [
-            tuple(seconds(save, weights, root) for save in (plain, published)) for _ in range(options.pairs)
-        ]
-    for name, times in zip(("plain", "published"), zip(*pairs, strict=True), strict=True):
-        print(f"{name:10} median {statistics.median(times):6.3f} s   best {min(times):6.3f} s")
-    ratios = [theirs / ours for theirs, ours in pairs]
-    medians = [statistics.median(times) for times in zip(*pairs, strict=True)]
-    print(
-        f"cost over plain: {medians[1] / medians[0] - 1:+.1%} (pairs: {min(1 / r for r in ratios) - 1:+.1%} to ",
-        end="",
-    )
-    print(f"{max(1 / r for r in ratios) - 1:+.1%})")
+        saves = {
+            save.__name__: partial(seconds, save, weights, Path(directory)) for save in (plain, published)
+        }
+        times = in_turns(saves, options.pairs)
+    for name, taken in times.items():
+        print(f"{name:10} median {statistics.median(taken):6.3f} s   best {min(taken):6.3f} s")
+    cost = statistics.median(times["published"]) / statistics.median(times["plain"]) - 1
+    pairs = [ratio - 1 for ratio in ratios(times["published"], times["plain"])]
+    print(f"cost over plain: {cost:+.1%} (pairs: {min(pairs):+.1%} to {max(pairs):+.1%})")
 
 
 if __name__ == "__main__":

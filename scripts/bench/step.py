@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -37,6 +37,7 @@ from models import (
     load_model,
     word_prompts,
 )
+from peer import Peer, in_turns, parser_of, ratios, spread
 
 from rl4llm.config import Config, flatten
 from rl4llm.config.overrides import layer_of
@@ -44,7 +45,6 @@ from rl4llm.config.overrides import layer_of
 HERE = Path(__file__).parent
 SAMPLES, NEW_TOKENS, LEARNING_RATE = 8, 64, 1e-6
 STEPS = 64  # that the prompts of the data set are enough for; the sides read them in the same order
-DEADLINE_S = 900  # for one step, or for starting
 SHIM = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 
@@ -72,56 +72,6 @@ class Options(NamedTuple):
 
 FAIR = Options("float32", 32)
 CANDIDATES = tuple(Options(dtype, size) for dtype in ("float32", "bfloat16") for size in (8, 32, 128))
-
-
-class Peer:
-    """A side's process."""
-
-    def __init__(
-        self, name: str, command: Sequence[str], environment: dict[str, str], log: Path, tokens: int
-    ):
-        self.name, self._log, self._tokens = name, log, tokens
-        with open(log, "w") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment,
-            )
-        self.versions = self._answer()["versions"]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def step(self) -> dict[str, Any]:
-        """Have it take one step; returns seconds by phase, tokens and memory."""
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        answer = self._answer()
-        if answer["tokens"] != self._tokens:
-            raise SystemExit(f"{self.name} trained on {answer['tokens']} tokens, not {self._tokens}")
-        return answer
-
-    def _answer(self) -> dict[str, Any]:
-        if not select.select([self._process.stdout], [], [], DEADLINE_S)[0]:
-            raise SystemExit(
-                f"{self.name} did not answer within {DEADLINE_S} s:\n{self._log.read_text()[-4000:]}"
-            )
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(
-                f"{self.name} ended with {self._process.wait()}:\n{self._log.read_text()[-4000:]}"
-            )
-        return json.loads(line)
 
 
 class Bench:
@@ -155,8 +105,7 @@ class Bench:
 
     def _start(self, name: str, python: str, script: str, job: dict[str, Any]) -> Peer:
         command = [python, str(HERE / script), json.dumps(job)]
-        tokens = self._options.prompts * SAMPLES * NEW_TOKENS
-        return Peer(name, command, self._environment, Path(job["output"] + ".log"), tokens)
+        return Peer(name, command, self._environment, Path(job["output"] + ".log"))
 
     def _place(self, name: str) -> str:
         return tempfile.mktemp(prefix=f"{name}-", dir=self._directory)
@@ -242,43 +191,30 @@ def choose(bench: Bench, options: argparse.Namespace) -> Options:
 
 def trial(bench: Bench, candidate: Options) -> float:
     with bench.trl(candidate) as peer:
-        return min(peer.step()["seconds"]["step"] for _ in range(3))
+        return min(peer.ask()["seconds"]["step"] for _ in range(3))
 
 
-def measure(sides: Sequence[Peer], warm_up: int, pairs: int) -> list[list[dict[str, Any]]]:
-    """Steps of each side, one of each in turn; the first ones are not counted."""
-    steps: list[list[dict[str, Any]]] = [[] for _ in sides]
-    for number in range(warm_up + pairs):
-        for side, peer in enumerate(sides):
-            taken = peer.step()
-            if number >= warm_up:
-                steps[side].append(taken)
-    return steps
+def step(peer: Peer, tokens: int) -> dict[str, Any]:
+    """Have a side take one step; return seconds by phase, tokens and memory."""
+    taken = peer.ask()
+    if taken["tokens"] != tokens:
+        raise SystemExit(f"{peer.name} trained on {taken['tokens']} tokens, not {tokens}")
+    return taken
 
 
-def show(sides: Sequence[Peer], steps: list[list[dict[str, Any]]]) -> None:
+def show(steps: dict[str, list[dict[str, Any]]]) -> None:
     phases = ("step", "generation", "update", "cpu")
-    print(
-        f"{'':5}"
-        + "".join(f"{phase:>11}" for phase in phases)
-        + "  peak memory, of it above the loaded model"
-    )
-    for peer, taken in zip(sides, steps, strict=True):
+    heads = "".join(f"{phase:>11}" for phase in phases)
+    print(f"{'':5}{heads}  peak memory, of it above the loaded model")
+    for name, taken in steps.items():
         times = "".join(f"{seconds(taken, phase):9.3f} s" for phase in phases)
-        print(f"{peer.name:5}{times}  {taken[-1]['peak_gb']:.2f} GB, {taken[-1]['growth_gb']:.2f} GB")
-    ours, theirs = steps
+        print(f"{name:5}{times}  {taken[-1]['peak_gb']:.2f} GB, {taken[-1]['growth_gb']:.2f} GB")
+    ours, theirs = steps.values()
     times = "".join(f"{seconds(theirs, phase) / seconds(ours, phase):11.2f}" for phase in phases)
-    print(
-        f"ratio{times}  {theirs[-1]['peak_gb'] / ours[-1]['peak_gb']:.2f}, {ratio_of_growth(ours, theirs):.2f}"
-    )
-    pairs = [b["seconds"]["step"] / a["seconds"]["step"] for a, b in zip(ours, theirs, strict=True)]
-    print(
-        f"ratio of steps, median of the pairs: {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
-    )
-
-
-def ratio_of_growth(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> float:
-    return theirs[-1]["growth_gb"] / ours[-1]["growth_gb"]
+    memory = (theirs[-1][name] / ours[-1][name] for name in ("peak_gb", "growth_gb"))
+    print(f"ratio{times}  {', '.join(f'{ratio:.2f}' for ratio in memory)}")
+    pairs = ratios(*([step["seconds"]["step"] for step in taken] for taken in (theirs, ours)))
+    print(f"ratio of steps, median of the pairs: {spread(pairs)}")
 
 
 def seconds(taken: Sequence[dict[str, Any]], phase: str) -> float:
@@ -286,9 +222,7 @@ def seconds(taken: Sequence[dict[str, Any]], phase: str) -> float:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
     parser.add_argument("--model", help="the directory of a pretrained model, instead of --size")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="in a step, with 8 samples each")
@@ -331,7 +265,9 @@ def main() -> None:
             print(
                 f"{peer.name}: " + ", ".join(f"{name} {version}" for name, version in peer.versions.items())
             )
-        show(sides, measure(sides, options.warm_up, options.pairs))
+        tokens = options.prompts * SAMPLES * NEW_TOKENS
+        steps = {peer.name: partial(step, peer, tokens) for peer in sides}
+        show(in_turns(steps, options.pairs, options.warm_up))
 
 
 if __name__ == "__main__":
