@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from peer import parser_of
 
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.stream import GroupStream
@@ -284,9 +285,7 @@ def fit(causes: Sequence[Sequence[float]], took: Sequence[float]) -> list[float]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--servers", type=int, nargs="+", default=[1])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--prompts", type=int, default=16)

@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from peer import parser_of
+
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 SIDES = ("trl", "rl4llm")
@@ -24,9 +26,7 @@ WINDOW = 5  # steps, over which the bold lines are means
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--peer-python", required=True, help="the Python of an environment with torch, trl and datasets"
     )

@@ -33,6 +33,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from peer import parser_of
+
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("graders.jsonl")
 CHOICE = "matter of choice"
@@ -44,9 +46,7 @@ Verdicts = list[bool | None]
 
 def main() -> int:
     """Run each grader that is available in its own process and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--python", action="append", default=[], metavar="GRADER=PATH", help=f"one of {', '.join(GRADERS)}"
     )

@@ -21,7 +21,6 @@ many scored 0.0, how many were left out, how many took more than 2.5 s, and the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gzip
@@ -37,6 +36,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from peer import parser_of
 
 from rl4llm.core.base_env import ChatMessage
 from rl4llm.core.base_reward import as_sample
@@ -62,9 +63,7 @@ OTHER_MARKUP = (("\\frac{", "\\dfrac{"), ("(", "\\left("), (")", "\\right)"), ("
 
 def main() -> int:
     """Run everything; return 1 if a bomb was not graded 0 or the graders did not survive it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--math", type=Path, help="MATH's training problems, .jsonl or .jsonl.gz")
     parser.add_argument("--answers", type=int, help="how many of them, drawn with seed 0; all by default")
     parser.add_argument("--hostile", type=int, help="number of hostile replies to grade; nothing else is run")

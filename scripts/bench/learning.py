@@ -27,6 +27,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from peer import parser_of
+
 RECOMPUTED = {"algorithm.old_logprobs": "recomputed"}
 WEIGHTS: dict[str, dict[str, Any]] = {
     "": {},
@@ -224,9 +226,7 @@ def draw(file: Path, picture: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", nargs="?")
     parser.add_argument("sweeps", nargs="*", metavar="SWEEP", help=f"{', '.join(CASES)} (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

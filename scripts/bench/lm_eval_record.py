@@ -8,7 +8,6 @@ GSM8K and IFEval are lm-eval's own tasks on local files; GSM8K's examples are th
 (`sampler: first_n`). Programs run without a sandbox, so use a model that you trust.
 """
 
-import argparse
 import gzip
 import hashlib
 import json
@@ -26,6 +25,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.ifeval.utils import process_results as follows
 from math_verify import parse, verify
+from peer import parser_of
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,9 +195,7 @@ def made_verdicts(name, made, rows, task_of):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", help="directory of SmolLM2-135M-Instruct")
     for name in ("gsm8k", "humaneval", "math"):
         parser.add_argument(f"--{name}", required=True, type=Path)

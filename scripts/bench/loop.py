@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import PROMPTS, SHAPES, build_model, build_tokenizer
+from peer import parser_of
 from torch import Tensor, nn
 from update import SAMPLES, trajectories
 
@@ -262,9 +263,7 @@ def import_deepspeed() -> Any:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--size", choices=sorted(SHAPES), default="1m")
     parser.add_argument("--backend", choices=["torch", "deepspeed"], default="torch")
     parser.add_argument("--stage", type=int, choices=[2, 3], default=2)

@@ -9,9 +9,7 @@ at once, and reads the replies. They take turns on one server, which runs on the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import time
@@ -21,29 +19,10 @@ from typing import Any
 import aiohttp
 import transformers
 from models import PROMPTS
-from step import NEW_TOKENS, SAMPLES, STEPS, save_model, save_prompts
+from peer import in_turns, parser_of, ratios, spread
+from step import NEW_TOKENS, STEPS, save_model, sglang_of, trainer_of
 
-from rl4llm import GRPOTrainer
-from rl4llm.extensions.servers.launch import launch
 from rl4llm.trainers.rl import RLTrainer
-
-
-def reward(completions: list[Any], **columns: Any) -> list[float]:
-    """A reward that costs nothing."""
-    return [float(len(completion) % 2) for completion in completions]
-
-
-def build(directory: Path, url: str) -> RLTrainer:
-    rows = [json.loads(line) for line in (directory / "prompts.jsonl").read_text().splitlines()]
-    options = {
-        "inference": {"name": "sglang", "url": url},
-        "rollout": {"prompts": PROMPTS, "group_size": SAMPLES, "max_tokens": NEW_TOKENS},
-        "output.dir": str(directory / "run"),
-        "data.shuffle": False,
-        "eval.every": 0,
-        "checkpoint.every": 0,
-    }
-    return GRPOTrainer(str(directory / "model"), rows, [reward], **options).trainer
 
 
 def rollout(trainer: RLTrainer) -> tuple[float, list[list[int]]]:
@@ -76,9 +55,7 @@ async def flush(url: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--python", required=True, help="of the environment that SGLang is installed in")
     parser.add_argument("--size", default="1m")
     parser.add_argument("--pairs", type=int, default=7)
@@ -87,27 +64,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         prompts = save_model(options.size, directory / "model", PROMPTS * STEPS)
-        save_prompts(prompts, directory / "prompts.jsonl")
-        flags = ["--model-path", str(directory / "model"), "--port", "0", "--max-running-requests", "128"]
-        with (
-            launch("sglang", flags, python=options.python, cpu=True, log=directory / "log") as server,
-            build(directory, server.url) as trainer,
-        ):
-            trainer.resume()
-            trainer.publish()
-            rollout(trainer)
-            pairs = []
-            for _ in range(options.pairs):
-                asyncio.run(flush(server.url))
-                ours, prompts = rollout(trainer)
-                asyncio.run(flush(server.url))
-                pairs.append((ours, asyncio.run(load(server.url, prompts))))
-    for name, values in zip(("rollout", "load generator"), zip(*pairs, strict=True), strict=True):
+        with sglang_of(directory / "model", options.python) as server:
+            inference = {"name": "sglang", "url": server.url}
+            keys = {"inference": inference, "data.shuffle": False}
+            with trainer_of(directory, prompts, {}, **keys).trainer as trainer:
+                trainer.resume()
+                trainer.publish()
+                pairs = in_turns({"": lambda: pair(trainer, server.url)}, options.pairs)[""]
+    ours, theirs = zip(*pairs, strict=True)
+    for name, values in (("rollout", ours), ("load generator", theirs)):
         print(f"{name:15} median {statistics.median(values):8,.0f} tokens/s")
-    ratios = [ours / theirs for ours, theirs in pairs]
-    print(
-        f"share of the server's speed: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    )
+    print(f"share of the server's speed: {spread(ratios(ours, theirs))}")
+
+
+def pair(trainer: RLTrainer, url: str) -> tuple[float, float]:
+    """Tokens per second of a rollout, and of the load generator with its prompts."""
+    asyncio.run(flush(url))
+    ours, prompts = rollout(trainer)
+    asyncio.run(flush(url))
+    return ours, asyncio.run(load(url, prompts))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
 import math
 import os
 import random
@@ -36,13 +36,13 @@ from typing import Any
 
 import transformers
 from models import PROMPTS, SHAPES, on_gpu
-from step import SAMPLES, save_model
-from verify import reward
+from peer import parser_of, ratios, spread
+from step import save_model, sglang_of, trainer_of
 
-from rl4llm import GRPOTrainer
 from rl4llm.core.base_env import LLM, BaseMDPEnv, ChatMessage, SampleState
 from rl4llm.core.types import SamplingParams
 from rl4llm.extensions.servers.launch import ServerProcess, launch
+from rl4llm.tracking.tracker import read_jsonl
 
 SHORTEST = 20  # tokens of a log-normal answer
 Taken = Sequence[Sequence[dict[str, float]]]  # the metrics of the steps that count of each run with one bound
@@ -75,33 +75,21 @@ def warm_up(options: argparse.Namespace) -> int:
     return 1 + max(options.staleness)
 
 
-def train(model: Path, prompts: list[str], output: Path, options: argparse.Namespace, **keys: Any) -> None:
+def train(
+    directory: Path, prompts: list[str], output: Path, bound: int, options: argparse.Namespace, **keys: Any
+) -> None:
     """Train with rollouts of the benchmark's shape."""
-    shape = {"prompts": options.prompts, "group_size": SAMPLES, "max_tokens": options.new_tokens}
-    keys["rollout"] = shape | keys["rollout"]
-    GRPOTrainer(
-        str(model),
-        [{"prompt": prompt, "ground_truth": ""} for prompt in prompts],
-        [reward],
-        threads=1,
-        env=Task,
-        max_steps=warm_up(options) + options.steps + keys["rollout"]["max_staleness"],
-        **{
-            "output.dir": str(output),
-            "eval.every": 0,
-            "checkpoint.every": 0,
-            "training.epochs": options.epochs,
-            "env.max_steps": 2 if options.tool_s else 1,
-            "model.autocast": "auto" if on_gpu() else "none",
-            **keys,
-        },
-    ).train()
+    shape = {"prompts": options.prompts, "max_tokens": options.new_tokens, "max_staleness": bound}
+    keys |= {"training.epochs": options.epochs, "env.max_steps": 2 if options.tool_s else 1}
+    keys |= {"model.autocast": "auto" if on_gpu() else "none", "output.dir": str(output)}
+    steps = warm_up(options) + options.steps + bound
+    trainer_of(directory, prompts, shape, threads=1, env=Task, max_steps=steps, **keys).train()
 
 
 def measured(output: Path, options: argparse.Namespace) -> list[dict[str, float]]:
     """Return the metrics of the steps of a run that count."""
-    rows = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if "time/step" in row][warm_up(options) :][: options.steps]
+    rows = [row for row in read_jsonl(output / "metrics.jsonl") if "time/step" in row]
+    return rows[warm_up(options) :][: options.steps]
 
 
 def means_of(steps: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -116,16 +104,15 @@ def start(model: Path, options: argparse.Namespace) -> ServerProcess:
         return launch("embedded", [str(model), "--port", "0", "model.autocast=auto"])
     if options.python is None:
         return launch("embedded", [str(model), "--port", "0", "threads=1", "model.autocast=none"], cpu=True)
-    flags = ["--model-path", str(model), "--port", "0", "--max-running-requests", "128"]
-    return launch("sglang", [*flags, "--max-total-tokens", "65536"], python=options.python, cpu=True)
+    return sglang_of(model, options.python)
 
 
 def compared(first: int, bound: int, taken: Mapping[int, Taken]) -> str:
     """Return the ratio of steps per hour, its limit if the first runs take turns, and that of the times of updates."""
     runs = zip(taken[first], taken[bound], strict=True)
     pairs = [(means_of(one), means_of(other)) for one, other in runs]
-    ratios = [one["time/step"] / other["time/step"] for one, other in pairs]
-    said = f"{first} over {bound}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    faster = ratios(*([means["time/step"] for means in side] for side in zip(*pairs, strict=True)))
+    said = f"{first} over {bound}: {spread(faster)}"
     if first == 0:
         limits = [least_s(run, 0) / least_s(run, bound) for run in taken[0]]
         said += f", limit {statistics.median(limits):.2f}"
@@ -149,9 +136,7 @@ def least_s(steps: Sequence[dict[str, float]], bound: int) -> float:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--python", help="of the environment that SGLang is installed in")
     parser.add_argument("--size", choices=sorted(SHAPES), default="5m")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="of a step, with 8 samples each")
@@ -178,28 +163,20 @@ def main() -> None:
     taken: dict[int, list[list[dict[str, float]]]] = {bound: [] for bound in options.staleness}
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.output or Path(temporary)
-        model = Path(temporary) / "model"
-        prompts = save_model(
-            options.size, model, options.prompts * (2 + 2 * max(options.staleness) + options.steps)
-        )
+        count = options.prompts * (2 + 2 * max(options.staleness) + options.steps)
+        prompts = save_model(options.size, Path(temporary) / "model", count)
         os.sched_setaffinity(0, cores[half : 2 * half])  # what is started has it too
-        with start(model, options) as server:
+        with start(Path(temporary) / "model", options) as server:
             os.sched_setaffinity(0, cores[:half])
-            inference = {
-                "name": "sglang" if options.python else "embedded",
-                "url": server.url,
-                "keep_cache": options.keep_cache,
-            }
-            for pair in range(options.pairs):
-                for bound in options.staleness:
-                    output = directory / f"{pair}-{bound}"
-                    train(
-                        model, prompts, output, options, inference=inference, rollout={"max_staleness": bound}
-                    )
-                    taken[bound].append(measured(output, options))
-                    means = means_of(taken[bound][-1])
-                    told = ", ".join(f"{name} {value:.3g}" for name, value in means.items())
-                    print(f"max_staleness={bound}: {told}", flush=True)
+            name = "sglang" if options.python else "embedded"
+            inference = {"name": name, "url": server.url, "keep_cache": options.keep_cache}
+            for pair, bound in itertools.product(range(options.pairs), options.staleness):
+                output = directory / f"{pair}-{bound}"
+                train(Path(temporary), prompts, output, bound, options, inference=inference)
+                taken[bound].append(measured(output, options))
+                means = means_of(taken[bound][-1])
+                told = ", ".join(f"{name} {value:.3g}" for name, value in means.items())
+                print(f"max_staleness={bound}: {told}", flush=True)
     for bound in options.staleness[1:]:
         print(compared(options.staleness[0], bound, taken))
 

@@ -39,8 +39,10 @@ from models import (
 )
 from peer import Peer, in_turns, parser_of, ratios, spread
 
+from rl4llm import GRPOTrainer
 from rl4llm.config import Config, flatten
 from rl4llm.config.overrides import layer_of
+from rl4llm.extensions.servers.launch import ServerProcess, launch
 
 HERE = Path(__file__).parent
 SAMPLES, NEW_TOKENS, LEARNING_RATE = 8, 64, 1e-6
@@ -149,6 +151,25 @@ def save_pretrained(source: str, directory: Path, count: int) -> list[str]:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return word_prompts(tokenizer, count)
+
+
+def costless(completions: list[Any], **columns: Any) -> list[float]:
+    """A reward that costs nothing."""
+    return [float(len(completion) % 2) for completion in completions]
+
+
+def trainer_of(directory: Path, prompts: list[str], rollout: dict[str, Any], **keys: Any) -> GRPOTrainer:
+    """A trainer of the model in a directory, with rollouts of the benchmark's shape and nothing beside the steps."""
+    shape = {"prompts": PROMPTS, "group_size": SAMPLES, "max_tokens": NEW_TOKENS}
+    rows = [{"prompt": prompt, "ground_truth": ""} for prompt in prompts]
+    more = {"output.dir": str(directory / "run"), "eval.every": 0, "checkpoint.every": 0}
+    return GRPOTrainer(str(directory / "model"), rows, [costless], rollout=shape | rollout, **(more | keys))
+
+
+def sglang_of(model: Path, python: str) -> ServerProcess:
+    """SGLang on the CPU, not started yet; `python` is that of its environment."""
+    flags = ["--model-path", str(model), "--port", "0", "--max-running-requests", "128"]
+    return launch("sglang", [*flags, "--max-total-tokens", "65536"], python=python, cpu=True)
 
 
 @torch.no_grad()
