@@ -1,27 +1,18 @@
-"""How right, how safe and how fast the grading of mathematics is: counts, and seconds on this machine.
+"""How right and how safe the grading of mathematics is.
 
-    python scripts/bench/grading.py [--math FILE] [--answers N]
+    python scripts/bench/grading.py --math FILE
     python scripts/bench/grading.py --hostile N [--load PROCESSES]
 
-FILE holds the answers of MATH's training problems, one JSON object with `ground_truth` in each line (.jsonl or .jsonl.gz);
-without it the two suites of answers are left out. Three suites and two figures:
+FILE holds the answers of MATH's training problems, one JSON object with `ground_truth` in each line (.jsonl or .jsonl.gz). A
+thousand of them are graded in each form of a reply: how many are right, and which wrong answers made from them are paid:
+another sign, digit or unit, half of a list, a number of a formula, the answer inside a power, a pair, an equation or a list.
 
-- each answer, in a box, against itself, and with other markup that means the same: how many are right;
-- each answer against that of another problem: how many are right, and of these, how many are not the same text;
-- a thousand answers in each form of a reply: how many are right, and which wrong answers made from them are paid: another
-  sign, digit or unit, half of a list, a number of a formula, the answer inside a power, a pair, an equation or a list;
-- 60 answers made to hang or crash a grader, in the main thread, in another thread and in an event loop: how many are not
-  exactly 0.0, and how long the slowest took;
-- 128 answers, a fifth of them such bombs: seconds, with 2 workers;
-- honest answers alone and right after a bomb that takes its whole time limit, by turns: seconds of one, median and worst.
-
-With --hostile only this: N hostile replies of all families, one at a time, beside PROCESSES that keep a processor busy: how
+With --hostile, N hostile replies of all families are graded one at a time, beside PROCESSES that keep a processor busy: how
 many scored 0.0, how many were left out, how many took more than 2.5 s, and the slowest.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gzip
 import json
@@ -29,12 +20,10 @@ import os
 import random
 import re
 import runpy
-import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peer import parser_of
@@ -43,10 +32,8 @@ from rl4llm.core.base_env import ChatMessage
 from rl4llm.core.base_reward import as_sample
 from rl4llm.rewards import MathReward
 
-BOMBS_FILE = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "rewards" / "bombs.py"))
-BOMBS = BOMBS_FILE["BOMBS"]
+HOSTILE = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "rewards" / "bombs.py"))["hostile"]
 TOO_SLOW_S = 2.5
-GOLD = "2\\sqrt{3}"
 FORMS = {
     "boxed": "So it is $\\boxed{%s}$.",
     "tag": "<think>a</think>\n<answer>%s</answer>",
@@ -58,68 +45,33 @@ FORMS = {
     "plain": "%s",
 }
 UNITS = (("hours", "minutes"), ("cm", "m"), ("inches", "feet"), ("square", "cubic"), ("^2", "^3"))
-OTHER_MARKUP = (("\\frac{", "\\dfrac{"), ("(", "\\left("), (")", "\\right)"), (",", ", "), ("+", " + "))
 
 
 def main() -> int:
-    """Run everything; return 1 if a bomb was not graded 0 or the graders did not survive it."""
+    """Run one of them; return 1 if a hostile reply scored or took too long."""
     parser = parser_of(__doc__)
     parser.add_argument("--math", type=Path, help="MATH's training problems, .jsonl or .jsonl.gz")
-    parser.add_argument("--answers", type=int, help="how many of them, drawn with seed 0; all by default")
-    parser.add_argument("--hostile", type=int, help="number of hostile replies to grade; nothing else is run")
+    parser.add_argument("--hostile", type=int, help="number of hostile replies to grade")
     parser.add_argument("--load", type=int, default=0, help="processes that keep a processor busy meanwhile")
     options = parser.parse_args()
     if options.hostile:
         with busy(options.load):
             return 0 if throw_hostile(options.hostile) else 1
+    if not options.math:
+        parser.error("--math or --hostile is missing.")
     reward = MathReward()
     reward.pool.warm_up()
-    if options.math:
-        answers = read_answers(options.math, options.answers)
-        grade_answers(reward, answers)
-        grade_forms(reward, answers[:1000])
-    places = {"main thread": run_here, "a thread": run_in_thread, "an event loop": run_in_loop}
-    harmless = [throw_bombs(reward, place, run) for place, run in places.items()]
+    grade_forms(reward, read_answers(options.math)[:1000])
     reward.close()
-    time_batch()
-    time_stream()
-    return 0 if all(harmless) else 1
+    return 0
 
 
-def read_answers(path: Path, count: int | None) -> list[str]:
+def read_answers(path: Path) -> list[str]:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
         answers = [json.loads(line)["ground_truth"] for line in file]
     given = [answer for answer in answers if answer.strip()]
-    print(f"{path.name}: {len(answers)} problems, {len(answers) - len(given)} of them without an answer")
     random.Random(0).shuffle(given)
-    return given[:count]
-
-
-def grade(reward: MathReward, answers: Sequence[str], golds: Sequence[str]) -> list[float]:
-    said = [[ChatMessage("assistant", f"So it is \\boxed{{{answer}}}.")] for answer in answers]
-    return reward.score_batch([as_sample(one, gold, {}) for one, gold in zip(said, golds, strict=True)])
-
-
-def grade_answers(reward: MathReward, answers: Sequence[str]) -> None:
-    start = time.perf_counter()
-    own = sum(grade(reward, answers, answers))
-    print(f"against themselves: {own:.0f} of {len(answers)} right ({own / len(answers):.2%})")
-    other = [rewritten(answer) for answer in answers]
-    changed = [(new, old) for new, old in zip(other, answers, strict=True) if new != old]
-    right = sum(grade(reward, [new for new, _ in changed], [old for _, old in changed]))
-    print(f"with other markup: {right:.0f} of {len(changed)} right ({right / max(len(changed), 1):.2%})")
-    golds = [*answers[1:], answers[0]]
-    pairs = [
-        (a, g)
-        for a, g, score in zip(answers, golds, grade(reward, answers, golds), strict=True)
-        if score == 1.0
-    ]
-    texts = [(answer, gold) for answer, gold in pairs if answer != gold]
-    print(
-        f"against another problem's: {len(pairs)} of {len(answers)} right, {len(pairs) - len(texts)} of the same text"
-    )
-    print(f"  right with another text: {len(texts)} ({len(texts) / len(answers):.2%}): {texts}")
-    print(f"  {time.perf_counter() - start:.0f} s in all; {dict(reward.pool.counts)}")
+    return given
 
 
 def grade_forms(reward: MathReward, answers: Sequence[str]) -> None:
@@ -163,13 +115,6 @@ def made_wrong(gold: str, rng: random.Random) -> Iterator[str]:
     yield from (gold.replace(*units) for units in UNITS if "\\text" in gold and units[0] in gold)
 
 
-def rewritten(answer: str) -> str:
-    for old, new in OTHER_MARKUP:
-        if "\\text" not in answer and "\\left" not in answer and "\\dfrac" not in answer:
-            answer = answer.replace(old, new)
-    return answer
-
-
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
     """Keep a processor busy with each of some processes."""
@@ -188,7 +133,7 @@ def throw_hostile(count: int) -> bool:
     reward.pool.warm_up()
     before = os.getloadavg()
     grades = []
-    for reply, gold in BOMBS_FILE["hostile"](count):
+    for reply, gold in HOSTILE(count):
         sample = as_sample([ChatMessage("assistant", reply)], gold, {})
         start = time.perf_counter()
         (score,) = reward.score_batch([sample])
@@ -206,85 +151,6 @@ def throw_hostile(count: int) -> bool:
         print(f"  {took:.2f} s, {score!r:.100} against {gold}: {reply!r:.150}")
     reward.close()
     return not slow and not scored
-
-
-def throw_bombs(reward: MathReward, place: str, run: Callable[[Callable[[], float]], float]) -> bool:
-    seconds, wrong = [], 0
-    for bomb in BOMBS:
-        start = time.perf_counter()
-        wrong += run(lambda bomb=bomb: grade(reward, [bomb], [GOLD])[0]) != 0.0
-        seconds.append(time.perf_counter() - start)
-    alive = run(lambda: grade(reward, ["\\sqrt{12}"], [GOLD])[0]) == 1.0
-    print(
-        f"bombs in {place}: {wrong} of {len(BOMBS)} not 0.0, the slowest {max(seconds):.2f} s; grades on: {alive}"
-    )
-    return alive and not wrong
-
-
-def run_here(work: Callable[[], float]) -> float:
-    return work()
-
-
-def run_in_thread(work: Callable[[], float]) -> float:
-    results: list[float] = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def run_in_loop(work: Callable[[], float]) -> float:
-    async def inside() -> float:
-        return work()
-
-    return asyncio.run(inside())
-
-
-def time_batch() -> None:
-    """128 answers that differ, so that nothing is asked once for several; the workers have still to start."""
-    rng = random.Random(0)
-    bombs = BOMBS[:26]
-    golds = {
-        f"x^{{{rng.randint(2, 9)}}} + {n}": f"{n} + x^{{{rng.randint(2, 9)}}}"
-        for n in range(128 - len(bombs))
-    }
-    answers = [*bombs, *golds]
-    rng.shuffle(answers)
-    reward = MathReward()
-    start = time.perf_counter()
-    scores = grade(reward, answers, [golds.get(answer, GOLD) for answer in answers])
-    seconds = time.perf_counter() - start
-    right = sum(score == is_right(answer, golds) for score, answer in zip(scores, answers, strict=True))
-    print(
-        f"128 answers, {len(bombs)} of them bombs: {seconds:.1f} s, {right} graded right; {dict(reward.pool.counts)}"
-    )
-    reward.close()
-
-
-def time_stream(rounds: int = 16) -> None:
-    """Time single answers, so that no answer waits for a bomb of its batch. They differ, since time-outs are remembered."""
-    reward = MathReward()
-    reward.pool.warm_up()
-    seconds: dict[str, list[float]] = {"alone": [], "after a bomb": [], "bombs": []}
-    for number in range(rounds):
-        for place in ("alone", "after a bomb"):
-            if place == "after a bomb":
-                start = time.perf_counter()
-                grade(reward, [f"\\sqrt{{2^{{9999}}+{2 * number + 1}}}"], [GOLD])
-                seconds["bombs"].append(time.perf_counter() - start)
-            honest = f"x^2 + {2 * number + len(place)} x"
-            start = time.perf_counter()
-            grade(reward, [honest], [f"x(x + {2 * number + len(place)})"])
-            seconds[place].append(time.perf_counter() - start)
-    figures = [
-        f"{place} {statistics.median(each):.3f} s ({max(each):.3f} s)" for place, each in seconds.items()
-    ]
-    print(f"{rounds} honest answers, median (worst): {', '.join(figures)}; {dict(reward.pool.counts)}")
-    reward.close()
-
-
-def is_right(answer: str, golds: dict[str, str]) -> bool:
-    return answer in golds and set(answer.split(" + ")) == set(golds[answer].split(" + "))
 
 
 if __name__ == "__main__":
