@@ -7,38 +7,48 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rl4llm.tracking.curve import BLUE, INK, label_ends, style_axes
+from rl4llm.tracking.curve import INK, label_ends, style_axes
 from rl4llm.tracking.tracker import read_jsonl
 
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
+Curve = dict[int, float]  # percent by step
 
-def successes(run: Path) -> dict[int, float]:
+
+def successes(run: Path) -> Curve:
     """Return the held-out success of a run in percent, by step."""
     return {row["step"]: 100 * row["accuracy"] for row in read_jsonl(run / "eval.jsonl")}
 
 
-def draw(runs: list[dict[int, float]], title: str, picture: Path) -> None:
-    """Draw each run thin and the mean of the steps that all have thick, with its first and last value."""
-    figure = Figure(figsize=(8, 3.2), dpi=150, layout="constrained", facecolor="white")
+def picture(curves: Mapping[str, tuple[Sequence[Curve], Curve]], label: str, title: str, dpi: int) -> Any:
+    """Draw the seeds of each curve thin and its mean thick, a colour for each; return the axes, without a legend."""
+    figure = Figure(figsize=(8, 3.2), dpi=dpi, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for number, run in enumerate(runs):
-        label = "each seed" if number == 0 else None
-        axes.plot(list(run), list(run.values()), color=BLUE, alpha=0.4, linewidth=1.2, label=label)
-    steps = sorted(set.intersection(*(set(run) for run in runs)))
-    means = [statistics.fmean(run[step] for run in runs) for step in steps]
-    axes.plot(steps, means, "o-", color=BLUE, linewidth=2.4, label="mean")
-    label_ends(axes, steps, means, digits=0)
-    style_axes(axes, "held-out success (%)")
+    for (name, (seeds, mean)), colour in zip(curves.items(), COLOURS, strict=False):
+        for seed in seeds:
+            axes.plot(list(seed), list(seed.values()), color=colour, alpha=0.35, linewidth=1.1)
+        axes.plot(list(mean), list(mean.values()), "o-", color=colour, linewidth=2.2, label=name)
+    style_axes(axes, label)
     axes.set_ylim(0, 100)
     axes.set_xlabel("training step", color=INK)
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
-    axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
-    figure.savefig(picture)
+    return axes
+
+
+def draw(runs: list[Curve], title: str, path: Path) -> None:
+    """Draw the mean of the steps that all runs have, with its first and last value."""
+    steps = sorted(set.intersection(*(set(run) for run in runs)))
+    means = {step: statistics.fmean(run[step] for run in runs) for step in steps}
+    axes = picture({"mean": (runs, means)}, "held-out success (%)", title, dpi=150)
+    label_ends(axes, steps, list(means.values()), digits=0)
+    axes.figure.savefig(path)
 
 
 def main() -> None:

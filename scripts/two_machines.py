@@ -25,10 +25,7 @@ from rl4llm.runtime.supervise import supervised
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = {"trainer": (0, 1), "server": (0, 1, 1), "router": (0,), "env": (1,)}  # on which machine each is
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
-SECOND = (
-    1,
-    2,
-)  # numbers of the servers on the second machine, of which one runs but while they change places
+SECOND = (1, 2)  # servers on the second machine, of which one runs except while they change places
 CANARY = 4  # requests of the two trainers by which a server proves its weights, at each publish
 BOOT_S, STEP_S, CHANGE_S = 900.0, 900.0, 120.0
 GRACE_S = 120.0
@@ -49,20 +46,8 @@ class Machines:
             hosts.parent.mkdir(parents=True)
             hosts.write_text(f"127.0.0.1 localhost {os.uname().nodename}\n")
         first, second = self.names
-        self._ip(
-            "link",
-            "add",
-            cables[0],
-            "netns",
-            first,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            cables[1],
-            "netns",
-            second,
-        )
+        ends = f"{cables[0]} netns {first} type veth peer name {cables[1]} netns {second}"
+        self._ip("link", "add", *ends.split())
         for name, cable, address in zip(self.names, cables, ADDRESSES, strict=True):
             self._ip("-n", name, "address", "add", f"{address}/24", "dev", cable)
             for link in ("lo", cable):
@@ -167,18 +152,10 @@ def main() -> None:
     directory.mkdir(parents=True)
     config = [str(ROOT / "configs" / "quickstart.yaml"), f"model.path={arguments.model.resolve()}"]
     config += [
-        f"output.dir={directory / 'run'}",
-        "inference.name=sglang",
+        "launch={nodes: 2, servers: 3, server_gpus: 0, router: true, env_hosts: 1}",
         "rollout.prompts=8",
-        "model.device=cpu",
     ]
-    config += [
-        "launch.nodes=2",
-        "launch.servers=3",
-        "launch.server_gpus=0",
-        "launch.router=true",
-        "launch.env_hosts=1",
-    ]
+    config += [f"output.dir={directory / 'run'}", "inference.name=sglang", "model.device=cpu"]
     config += ["max_steps=30", "checkpoint.every=10", *arguments.overrides]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))

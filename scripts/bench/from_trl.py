@@ -54,23 +54,13 @@ def curve(options: argparse.Namespace, side: str, seed: int, model: str) -> list
     output = options.dir / f"{side}-{seed}"
     if not (output / "curve.json").exists():
         python = options.peer_python if side == "trl" else sys.executable
-        command = [
-            python,
-            str(EXAMPLES / "from_trl.py"),
-            "--library",
-            side,
-            "--model",
-            model,
-            "--output",
-            str(output),
-        ]
+        words = f"--library {side} --steps {options.steps} --seed {seed}".split()
+        command = [python, str(EXAMPLES / "from_trl.py"), "--model", model, "--output", str(output), *words]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment.setdefault("OMP_NUM_THREADS", "1")
         if side == "trl":
             environment.pop("PYTHONPATH", None)
-        subprocess.run(
-            [*command, "--steps", str(options.steps), "--seed", str(seed)], check=True, env=environment
-        )
+        subprocess.run(command, check=True, env=environment)
     return json.loads((output / "curve.json").read_text())
 
 
