@@ -8,6 +8,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urldefrag
 
 import docs_site
@@ -40,6 +41,13 @@ def test_nav_lists_every_page_once():
     written = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     written.remove("README.md")  # its table is a part of index.md
     assert sorted(nav) == sorted([*written, *docs_site.BORROWED.values(), *docs_site.api_pages()])
+
+
+def test_front_page_lists_all_pages():
+    """The link to the list on GitHub becomes the list."""
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"), edit_url="")
+    text = docs_site.on_page_markdown((ROOT / "docs" / "index.md").read_text(), page, None, None)
+    assert "[get started](get_started.md)" in text and "(README.md)" not in text
 
 
 @pytest.mark.parametrize("package", PACKAGES)
