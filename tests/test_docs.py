@@ -13,7 +13,7 @@ from rl4llm.algorithms import ALGORITHMS
 from rl4llm.cli import _parsed, build_parser
 from rl4llm.config import load_config
 from rl4llm.core.schema import accepted_options
-from rl4llm.core.tables import ENGINES, TOOLS
+from rl4llm.core.tables import BACKENDS, ENGINES, TOOLS
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import REWARDS
 
@@ -147,6 +147,22 @@ def test_the_python_code_of_a_page_runs(page, model_dir, tmp_path, monkeypatch):
         exec(block, {})
     if page == README:
         assert (tmp_path / "runs" / "rl4llm" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_of_engines_and_algorithms_on_a_page_exist(page):
+    known = {"name", "url", "wait_s", "router", "cohost"}  # of servers, which no client takes
+    for table in (ENGINES, ALGORITHMS, BACKENDS):
+        known |= {option for name in table for option in accepted_options(table[name])}
+    named = re.findall(r"(?<![\w/])(?:inference|algorithm|backend)\.(\w+)=", page.read_text())
+    assert not set(named) - known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_of_a_table_follow_its_head(page):
+    lines = ["", *page.read_text().splitlines()]
+    heads = [at for at, line in enumerate(lines) if line.startswith("| ") and not lines[at - 1].strip()]
+    assert all(lines[at + 1].startswith("|---") for at in heads)
 
 
 def test_every_code_block_has_a_language_that_is_run():
