@@ -53,8 +53,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peer import parser_of
-
 CORRECT = {  # seconds that a check may take on a GPU
     "machine": 40, "varlen": 50, "engine": 120, "numbers": 100, "train": 190, "learn": 170, "lora": 60, "memory": 80,
     "ipc": 50, "nccl": 60, "images": 150, "stream": 150, "deepspeed": 90,
@@ -209,7 +207,9 @@ def _short(value: Any) -> str:
 
 
 def main() -> int:
-    options = parser_of(__doc__)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("checks", nargs="*", metavar="CHECK", help="all, or some of the above")
     options.add_argument("--tiny", action="store_true", help="small models; the only choice without a GPU")
     options.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: a new directory)")
