@@ -4,7 +4,7 @@
 
 For each method: how far it is from the numbers of other frameworks (in five layouts) and from loops written from its paper,
 how much loss and gradient change when trajectories are arranged otherwise (layouts, micro-batches, order, ranks, longer
-observations), and what it learns in a task of two turns. Writes methods.json, methods.md and methods.png, the curves.
+observations), and what it learns in a task of two turns. Writes methods.png, the curves.
 Exits with 1 if a method fails. The tests in tests/algorithms run the same functions.
 """
 
@@ -14,19 +14,17 @@ import argparse
 import contextlib
 import dataclasses
 import io
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "algorithms")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "algorithms")]
 
 import golden_numbers  # noqa: E402
 import learning  # noqa: E402
@@ -138,12 +136,6 @@ def table(proofs: list[Proof]) -> Table:
     return made
 
 
-def markdown(proofs: list[Proof]) -> str:
-    """For a page."""
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *(proof.row() for proof in proofs)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
 def draw(proofs: list[Proof], still: learning.Curve, path: Path) -> None:
     """One small picture for each curve, beside that of a run that does not learn."""
     import matplotlib
@@ -210,7 +202,7 @@ def main() -> int:
             prove(name, runs / name) for name in track(names, "proving", console=console, transient=True)
         ]
     options.out.mkdir(parents=True, exist_ok=True)
-    write(proofs, still, options.out)
+    draw(proofs, still, options.out / "methods.png")
     console.print(table(proofs))
     console.print(
         f"Without learning {still.before:.2f} → {still.after:.2f}, threshold {learning.THRESHOLD}: {options.out}"
@@ -226,15 +218,6 @@ def quiet() -> Iterator[None]:
     """Without what the runs themselves print."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
-
-
-def write(proofs: list[Proof], still: learning.Curve, directory: Path) -> None:
-    """The three files."""
-    found: list[dict[str, Any]] = [dataclasses.asdict(proof) | {"holds": proof.holds} for proof in proofs]
-    told = {"threshold": learning.THRESHOLD, "without_learning": still.rewards, "methods": found}
-    (directory / "methods.json").write_text(json.dumps(told, indent=1) + "\n")
-    (directory / "methods.md").write_text(markdown(proofs))
-    draw(proofs, still, directory / "methods.png")
 
 
 def _shown(count: int, error: float | None) -> str:

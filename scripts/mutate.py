@@ -1,7 +1,6 @@
 """Breaks important lines one at a time, in a copy of the tree, and runs the tests that must notice.
 
     python scripts/mutate.py                                    # exit status 1 when a mutant survives
-    python scripts/mutate.py --list
     python scripts/mutate.py --only group_deviation clip_bounds --jobs 4
 
 The lines are those of scripts/mutants.py. First all of their tests must pass on the unbroken copy.
@@ -71,10 +70,6 @@ def main() -> int:
     if wrong:
         print("\n".join([*wrong, "Next: correct scripts/mutants.py. Nothing was run."]), file=sys.stderr)
         return 1
-    if given.list:
-        for mutant in chosen:
-            print(f"{mutant.name:40} {mutant.file}")
-        return 0
     for name in WARM:
         importlib.import_module(name)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests under way end too
@@ -84,9 +79,6 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=MUTANTS, help="run these mutants alone")
-    parser.add_argument(
-        "--list", action="store_true", help="print the names and files of all mutants, and run nothing"
-    )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="SECONDS", help="per mutant (default: 300)"

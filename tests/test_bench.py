@@ -1,8 +1,10 @@
-"""The scripts of `scripts/bench` start; what they measure needs time, other programs or a GPU."""
+"""The scripts start, those of `scripts/bench` too; what they measure needs time, other programs or a GPU."""
 
 import importlib.util
 import json
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +17,24 @@ from torch.profiler import ProfilerActivity, profile
 from rl4llm.extensions.inspect.plan.staleness import Overlap
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
-SCRIPTS = [path for path in sorted(BENCH.glob("*.py")) if "parse_args()" in path.read_text()]
+SCRIPTS = [path for path in sorted(BENCH.parent.rglob("*.py")) if "parse_args()" in path.read_text()]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_benchmark_prints_its_help(script):
+def test_script_prints_its_help(script):
     if script.name == "lm_eval_record.py" and importlib.util.find_spec("lm_eval") is None:
         pytest.skip("needs lm_eval")
     done = python(script, "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: {script.name}")
+
+
+def test_methods_starts_where_no_test_runs():
+    """It takes its proofs from the tests; the processes of others know the directories of pytest.ini."""
+    command = [sys.executable, BENCH.parent / "methods.py", "--help"]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_sides_take_turns_and_the_first_rounds_do_not_count(monkeypatch):
