@@ -254,7 +254,7 @@ rows = [{"messages": [{"role": "user", "content": "Hi"}], "ground_truth": "85"}]
 client = ScriptedClient(tokenizer, {"": ["Answer: 85"]})
 with Runner() as runner:
     runner.run(client.load(WeightRef(0)))
-    env = AgentEnv(rows, tokenizer, [as_reward_function("math")], 1, 1, command=sys.argv[2:])
+    env = AgentEnv(rows, tokenizer, [as_reward_function({"name": "length", "max_length": 99})], 1, 1, command=sys.argv[2:])
     Rollout(env, client, Renderer(tokenizer), runner, seed=0).play([0], step=0, sampling_params=SamplingParams())
 """
 
@@ -385,7 +385,7 @@ class OfTurns(BaseRewardFunction):
 )
 def test_what_cannot_be_run_is_refused_before_anything_starts(tokenizer, options, message):
     options = dict(options)
-    rewards = options.pop("rewards", None) or [as_reward_function("math")]
+    rewards = options.pop("rewards", None) or [as_reward_function({"name": "length", "max_length": 99})]
     rows = [{"messages": [{"role": "user", "content": "Hi"}], "ground_truth": "85"}]
     with pytest.raises(ConfigError, match=message):
         AgentEnv(rows, tokenizer, rewards, 1, 1, **options)
@@ -415,7 +415,15 @@ def test_agent_env_keeps_the_contract_and_check_finds_breaks(tokenizer):
     ]
 
     def env(agent):
-        return AgentEnv(rows, tokenizer, [as_reward_function("math")], 1, 1, agent=agent, max_steps=3)
+        return AgentEnv(
+            rows,
+            tokenizer,
+            [as_reward_function({"name": "length", "max_length": 99})],
+            1,
+            1,
+            agent=agent,
+            max_steps=3,
+        )
 
     check_env(env(asks_three_times), ["Answer: 85"])
     with pytest.raises(EnvError, match="a group shares its prompt"):

@@ -26,14 +26,14 @@ def metrics_of(run):
 
 def test_agent_config_trains_with_one_program_per_episode(model_dir, tmp_path, capsys):
     run = tmp_path / "run"
-    command = f"env.command=[{sys.executable}, {EXAMPLE}, solve]"
-    assert main(["train", str(CONFIG), *SMALL, command, f"model.path={model_dir}", f"output.dir={run}"]) == 0
+    own = f"env.command=[{sys.executable}, {EXAMPLE}, solve]", "max_steps=1"
+    assert main(["train", str(CONFIG), *SMALL, *own, f"model.path={model_dir}", f"output.dir={run}"]) == 0
     for row in metrics_of(run):
         assert row["trajectories"] == 4.0 and row["env/requests"] == 2.0 and row["env/forks"] == 1.0
         assert row["env/trained_tokens"] == row["env/generated_tokens"] == row["completion_length/mean"] > 0
         assert row["update/tokens"] == 4 * row["env/trained_tokens"] and row["mismatch/max"] < 1e-4
-    episodes = [row for step in (1, 2) for row in read_jsonl(run / "episodes" / f"step-{step:06d}.jsonl")]
-    assert len(episodes) == 8 and all(len(episode["forks"]) == 1 for episode in episodes)
+    episodes = list(read_jsonl(run / "episodes" / "step-000001.jsonl"))
+    assert len(episodes) == 4 and all(len(episode["forks"]) == 1 for episode in episodes)
 
 
 def answers_twice(task, base_url, api_key):

@@ -42,6 +42,7 @@ def trained(base, tmp_path, **keys):
     config = {
         "model": {"path": str(base), "autocast": "none"},
         "data": {"path": str(tmp_path / "rows.jsonl")} | keys.pop("data", {}),
+        "rewards": [{"name": "length", "max_length": 9}],
         "eval": {"every": 0},
         "rollout": {"prompts": 2, "group_size": 2, "max_tokens": 4, "stop": ["."]},
         "output": {"dir": str(tmp_path / "run")},

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import hosted_envs
 import pytest
+from forked_python import started
 from hosting import HostThread, played_on
 
 from rl4llm.core.errors import ConfigError, DataError, HostsDownError, RL4LLMError
@@ -43,6 +43,7 @@ SPECS = [
     "hosted_envs:TurnLetters",
     {"name": "length", "max_length": 40, "unit": "chars"},
 ]
+WINNER = {"name": "winner", "by": SPECS[2]}  # not by `math`, whose processes take a second to start
 PARAMS = SamplingParams(max_tokens=6, temperature=1.0)
 
 
@@ -167,8 +168,8 @@ def test_episodes_on_hosts_are_those_of_the_trainers_own_process(host, remote, p
 def test_what_ends_a_turn_and_the_tools_are_those_of_the_host(host, remote, play, tokenizer):
     dataset = rows("How many are 37 and 48?")
     options = {"tools": ["calculator"], "max_calls": 1}
-    here = ToolMDPEnv(dataset, tokenizer, [as_reward_function("math")], 1, 2, **options)
-    there = remote([host], "tool", dataset, ["math"], **options)
+    here = ToolMDPEnv(dataset, tokenizer, [as_reward_function(SPECS[0])], 1, 2, **options)
+    there = remote([host], "tool", dataset, SPECS[:1], **options)
     assert there.turn_params(PARAMS) == here.turn_params(PARAMS) != PARAMS
     assert (there.tool_schemas, there.reply_roles, there.max_steps) == (here.tool_schemas, ("tool",), 4)
     assert told(play(there)) == told(play(here))
@@ -193,7 +194,7 @@ def in_order(result):
 @pytest.mark.parametrize(
     ("name", "specs", "options"),
     [
-        ("debate", ["winner"], {}),
+        ("debate", [WINNER], {}),
         ("roles", ["hosted_envs:Tokens"], {"roles": ["asker", "answerer", "listener"]}),
     ],
 )
@@ -219,7 +220,7 @@ def test_a_host_writes_prompts_as_the_trainer_does(host, remote, tokenizer, tmp_
 @pytest.mark.parametrize("options", [{}, {"frozen": ["con"], "instructions": {"con": "Be {role}."}}])
 def test_debate_on_a_host_equals_the_local_one(host, remote, play, tokenizer, options):
     dataset = rows("How many are 37 and 48?", "And 1?")
-    specs = ["hosted_envs:Tokens", "winner"]
+    specs = ["hosted_envs:Tokens", WINNER]
     functions = [as_reward_function(spec) for spec in specs]
     here = DebateEnv(dataset, tokenizer, functions, 1, 2, reward_transform_fn=transform(functions), **options)
     expected, got = play(here), play(remote([host], "debate", dataset, specs, **options))
@@ -750,7 +751,7 @@ def test_an_environment_on_a_host_brings_its_prompts(host):
 
 
 CLIENT = """
-import sys
+import sys, time
 sys.path[:0] = {path}
 from rl4llm.extensions.remote.hosted import HostedEnvironment
 from rl4llm.backends.models import load_tokenizer
@@ -762,22 +763,23 @@ hosted.rewards(["hosted_envs:Tokens"], load_tokenizer("{model}"), row, 1)
 sample = SampleState("p", 7, [ChatMessage("user", "Guess."), ChatMessage("assistant", "1")], 1)
 hosted.hosts._wait(HostedEpisode(hosted.hosts, "hints").respond(sample))
 print("talking", flush=True)
-sys.stdin.read()
+time.sleep(100)
 """
 
 
-def test_a_trainer_that_is_killed_leaves_nothing_on_a_host(host, model_dir):
+def test_a_trainer_that_is_killed_leaves_nothing_on_a_host(host, model_dir, tmp_path):
     hosted_envs.CLOSED.clear()
     hosted_envs.ENDED.clear()
     code = CLIENT.format(path=[path for path in sys.path if path], address=host.address, model=model_dir)
-    client = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert client.stdout.readline() == "talking\n"
-    assert len(host.env_host._hosted) == 1
-    assert not hosted_envs.ENDED
-    client.send_signal(signal.SIGKILL)
-    client.wait()
+    (tmp_path / "client.py").write_text(code)
+    with started(tmp_path / "client.py") as client:
+        while client.out.read_text() != "talking\n":
+            assert client.process.is_alive(), client.err.read_text()
+            time.sleep(0.02)
+        assert len(host.env_host._hosted) == 1
+        assert not hosted_envs.ENDED
+        client.process.kill()
+        client.process.join()
     deadline = time.monotonic() + 10
     while not (hosted_envs.CLOSED and hosted_envs.ENDED) and time.monotonic() < deadline:
         time.sleep(0.05)

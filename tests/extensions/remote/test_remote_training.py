@@ -20,7 +20,8 @@ CONFIG = ROOT / "configs" / "remote_dapo.yaml"
 SMALL = [
     "rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=6", "model.autocast=none", "max_steps=2",
     "tracking.tensorboard=false", "checkpoint.every=0", "eval.every=0", "env.describe_tools=false", "algorithm.name=grpo",
-    "training.lr=1e-3", "deterministic=true", "rewards=[math, {name: length, unit: chars, max_length: 1, margin: 40}]",
+    "training.lr=1e-3", "deterministic=true",
+    "rewards=[repetition, {name: length, unit: chars, max_length: 1, margin: 40}]",
 ]  # fmt: skip
 DEBATE = {
     "config": ROOT / "configs" / "debate_grpo.yaml",
@@ -144,7 +145,10 @@ def test_hosted_debate_has_the_opponents_of_its_configuration(model_dir, tmp_pat
 def test_a_token_stays_out_of_what_is_shown(model_dir, tmp_path, capfd, monkeypatch, start):
     monkeypatch.setenv("RL4LLM_ENV_TOKEN", "open sesame vqxwzk")
     host = start("tool")
-    train(model_dir, tmp_path / "run", f"env.remote={host.address}", "max_steps=1")
+    rewards = (
+        "rewards=[math, {name: length, unit: chars, max_length: 1, margin: 40}]"  # `math` starts processes
+    )
+    train(model_dir, tmp_path / "run", f"env.remote={host.address}", "max_steps=1", rewards)
     assert "for trainers with the same token" in host.said[0]
     processes = psutil.Process(host.process.pid).children(recursive=True)
     shown = []

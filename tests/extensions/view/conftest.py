@@ -6,7 +6,7 @@ from extensions.view.runs import write_run
 from extensions.view.serving import served
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory):
     program = find_browser()
     if program is None:

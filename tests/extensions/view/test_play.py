@@ -29,7 +29,7 @@ def played(tmp_path, model_dir):
         config = {
             "model": {"path": str(model_dir)},
             "data": {"path": str(tmp_path / "rows.jsonl"), "shuffle": False},
-            "rewards": ["math"],
+            "rewards": [{"name": "length", "max_length": 1}],
             "rollout": {"max_tokens": 60},
         }
         (tmp_path / "task.yaml").write_text(json.dumps(config | sections))
@@ -61,7 +61,7 @@ def shown(url, ready):
 
 
 def test_an_episode_with_tools_is_played_scored_and_stored(played):
-    app, out = played(env=TOOLS)
+    app, out = played(env=TOOLS, rewards=["math"])
     with hosting(app) as url:
         first = shown(url, lambda state: state["asks"])
         assert "What is 6 times 7?" in first["prompt"] and first["messages"][-1]["role"] == "user"

@@ -1,11 +1,13 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from extensions.view.runs import write_run
 from extensions.view.serving import get, request, served
+from forked_python import started
 
 from rl4llm.extensions.view.server import LOOPBACK, PAGE
 
@@ -87,15 +89,14 @@ def test_a_page_is_for_those_who_know_its_token(tokenizer, tmp_path):
 @pytest.mark.parametrize("flags", [(), ("--no-token",)])
 def test_the_command_prints_the_address_with_its_token(flags, tokenizer, tmp_path):
     run = write_run(tmp_path / "run", tokenizer)
-    command = [sys.executable, "-m", "rl4llm", "view", run, "--port", "0", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as viewing:
-        try:
-            url = viewing.stderr.readline().split()[0]
-            path = url[url.index("/", 8) :]
-            assert path == "/" if flags else re.fullmatch(r"/\?token=[\w\-]{32,}", path)
-            assert (request(url, path)[0], request(url, "/api/runs")[0]) == (200, 200 if flags else 403)
-        finally:
-            viewing.terminate()
+    with started("-m", "rl4llm", "view", run, "--port", "0", *flags) as viewing:
+        while "\n" not in (said := viewing.err.read_text()):
+            assert viewing.process.is_alive(), said
+            time.sleep(0.02)
+        url = said.split()[0]
+        path = url[url.index("/", 8) :]
+        assert path == "/" if flags else re.fullmatch(r"/\?token=[\w\-]{32,}", path)
+        assert (request(url, path)[0], request(url, "/api/runs")[0]) == (200, 200 if flags else 403)
 
 
 def test_the_server_only_ever_reads(url):

@@ -3,16 +3,26 @@ import os
 import subprocess
 import sys
 
+import pytest
 from extensions.view.runs import episode, write_run
+from forked_python import python
 
 from rl4llm.core.types import Group
 from rl4llm.tracking.episodes import EpisodeLog
 
 
 def printed(*runs, **environ):
-    command = [sys.executable, "-m", "rl4llm", "view", *map(str, runs), "--terminal"]
-    environ = {**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8", **environ}
-    return subprocess.run(command, capture_output=True, env=environ, check=True, encoding="utf-8").stdout
+    command = ["-m", "rl4llm", "view", *map(str, runs), "--terminal"]
+    environ = {"COLUMNS": "80", **environ}
+    if "PYTHONIOENCODING" in environ:  # which Python reads when it starts
+        given = {"env": {**os.environ, **environ}, "capture_output": True, "check": True, "encoding": "utf-8"}
+        return subprocess.run([sys.executable, *command], **given).stdout
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        done = python(*command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_run_is_shown_as_text(tokenizer, tmp_path):

@@ -45,7 +45,7 @@ def small(model_dir, tmp_path_factory):
             "data.path": "arithmetic",
             "data.limit": 4,
             "eval.every": 0,
-            "rewards": [{"name": "math", "extract": "answer"}],
+            "rewards": [{"name": "length", "unit": "chars", "max_length": 1, "margin": 40}],
             "rollout.prompts": 2,
             "rollout.group_size": 2,
             "rollout.max_tokens": 4,
