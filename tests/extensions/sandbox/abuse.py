@@ -502,7 +502,11 @@ attack(
     "calls",
     "asserts",
 )
-attack("signals", "alarm", "import signal\nsignal.alarm(1)\ndef solve(n):\n    while True: pass")
+attack(
+    "signals",
+    "alarm",
+    "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.2)\ndef solve(n):\n    while True: pass",
+)
 
 # Too much
 attack("time", "endless-loop", "def solve(n):\n    while True: pass", "calls", "asserts")
@@ -780,7 +784,7 @@ attack(
 attack(
     "network",
     "connects-outside",
-    "import socket\ntry:\n    socket.create_connection(('192.0.2.1', 80), 0.5)\nexcept TimeoutError: print('ESCAPED: a route')\nelse: print('ESCAPED')",
+    "import socket\ntry:\n    socket.create_connection(('192.0.2.1', 80), 0.2)\nexcept TimeoutError: print('ESCAPED: a route')\nelse: print('ESCAPED')",
     "script",
 )
 attack(

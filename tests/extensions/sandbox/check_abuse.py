@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl4llm.extensions.sandbox import Limits, Sandbox
 
-LIMITS = Limits(wall_s=0.7, total_s=1.4, memory_bytes=256 * 2**20, processes=16)
+LIMITS = Limits(wall_s=0.4, total_s=0.8, memory_bytes=256 * 2**20, processes=16)
 SECRET = "the secret of the host"
 
 
@@ -41,7 +41,8 @@ def below(pid):
 def problems_of(attack, sandbox, host):
     """What an attack achieved; [] when it was contained."""
     outcome = sandbox.run(attack.program(**host), LIMITS)
-    if outcome.reason.startswith("the tests do not run: timeout"):  # a busy machine: the attack had not begun
+    late = "timeout" if attack.kind == "script" else "the tests do not run: timeout"  # no script takes long
+    if outcome.reason.startswith(late):  # a busy machine: the attack had not begun
         outcome = sandbox.run(attack.program(**host), replace(LIMITS, wall_s=7.0, total_s=14.0))
     problems = []
     if attack.kind == "script":

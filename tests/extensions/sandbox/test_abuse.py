@@ -4,9 +4,18 @@ import pytest
 from abuse import ATTACKS
 from check_abuse import run_all
 from sandbox_user import as_nobody
+from sweeps import sampled
 
 pytestmark = pytest.mark.usefixtures("_bubblewrap")
 QUICK = [attack for attack in ATTACKS if attack.category in ("kernel", "files", "network", "signals")][::2]
+
+
+# they only burn processor time until the limit, as their twins do that are called
+AS_OTHERS = {"endless-recursion-asserts", "endless-loop-asserts", "fork-bomb-script"}
+
+
+def is_sampled(attack):
+    return attack.name not in AS_OTHERS
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +25,7 @@ def results(_bubblewrap, request):
     return run_all([params["attack"] for params in selected if "attack" in params])
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", sampled(ATTACKS, is_sampled), ids=lambda attack: attack.name)
 def test_an_attack_is_contained_and_never_graded_as_right(attack, results):
     assert results[attack.name] == []
 

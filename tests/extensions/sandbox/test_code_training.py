@@ -4,9 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
+import attacker
 import pytest
 from abuse import CHECK
-from attacker import HACKS, HONEST
+from attacker import HONEST
 
 from rl4llm.cli import main
 from rl4llm.compose import build_trainer
@@ -97,7 +98,9 @@ def test_weak_level_is_refused_unless_allowed(model_dir, problems, tmp_path):
 @pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not installed; scripts/install_sandbox.sh does it"
 )
-def test_attacking_policy_earns_nothing_and_training_continues(model_dir, tmp_path):
+def test_attacking_policy_earns_nothing_and_training_continues(model_dir, tmp_path, monkeypatch, sweep):
+    hacks = attacker.HACKS if sweep else attacker.HACKS[::4]  # test_abuse.py judges each
+    monkeypatch.setattr(attacker, "HACKS", hacks)
     path = tmp_path / "problem.jsonl"
     prompt = 'def solve(n):\n    """Solve."""\n'
     rows = [
@@ -105,7 +108,7 @@ def test_attacking_policy_earns_nothing_and_training_continues(model_dir, tmp_pa
         for number in range(2)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    steps = -(-len(HACKS) // 6)
+    steps = -(-len(hacks) // 6)
     overrides = [
         "inference.name=attacker:Attacker",
         "rollout.group_size=4",
@@ -120,7 +123,7 @@ def test_attacking_policy_earns_nothing_and_training_continues(model_dir, tmp_pa
     files = sorted((tmp_path / "run" / "episodes").glob("step-*.jsonl"))
     episodes = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     honest = [episode["reward"] for episode in episodes if HONEST in episode["messages"][-1]["content"]]
-    hacks = {episode["messages"][-1]["content"]: episode["reward"] for episode in episodes}
+    scores = {episode["messages"][-1]["content"]: episode["reward"] for episode in episodes}
     assert honest == [1.0] * (2 * steps)
-    assert {text: reward for text, reward in hacks.items() if reward != 0.0 and HONEST not in text} == {}
-    assert len(hacks) == len(HACKS) + 1
+    assert {text: reward for text, reward in scores.items() if reward != 0.0 and HONEST not in text} == {}
+    assert len(scores) == len(hacks) + 1
