@@ -1,10 +1,10 @@
 """A server has one trainer at a time: claims that others see, and that end with the process."""
 
 import asyncio
-import subprocess
-import sys
+import time
 
 import pytest
+from forked_python import started
 
 from rl4llm.core.base_client import BasePublisher
 from rl4llm.core.errors import EngineError
@@ -89,20 +89,17 @@ def test_a_second_trainer_is_refused_before_it_publishes(tmp_path, same, begins)
 
 
 def test_a_claim_ends_with_its_process(tmp_path):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path), URL], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout.readline() == "claimed\n"
+    (tmp_path / "hold.py").write_text(HOLD)
+    with started(tmp_path / "hold.py", tmp_path, URL) as holder:
+        while holder.out.read_text() != "claimed\n":
+            assert holder.process.is_alive(), holder.err.read_text()
+            time.sleep(0.02)
         publisher = claiming(tmp_path)
-        with pytest.raises(EngineError, match=f"another trainer, process {holder.pid} on"):
+        with pytest.raises(EngineError, match=f"another trainer, process {holder.process.pid} on"):
             asyncio.run(publisher.publish(None, 0))
-        holder.kill()
-        holder.wait()
+        holder.process.kill()
+        holder.process.join()
         asyncio.run(publisher.publish(None, 0))
-    finally:
-        holder.kill()
-        holder.wait()
 
 
 def test_a_claim_that_cannot_be_written_is_an_error(tmp_path):

@@ -545,6 +545,7 @@ class TwoTurns(BaseMDPEnv):
         return [ChatMessage("user", "Go on.")]
 
 
+@pytest.mark.sweep  # test_router.py kills one of two, and test_training_through_faults.py the scripted ones
 def test_a_run_survives_kill_9_of_its_server(model_dir, tmp_path):
     port = free_port("127.0.0.1")
     said = tmp_path / "said"

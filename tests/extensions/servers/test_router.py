@@ -25,8 +25,6 @@ from rl4llm.runtime.ports import free_port
 
 BOOT_S = 240
 STEPS, PROMPTS, GROUP, TURNS = 4, 12, 2, 2
-# sequences that a server scores as proof of its weights: at the start and after each step
-CANARIES = 2 * (1 + STEPS)
 
 
 class Started:
@@ -109,7 +107,7 @@ class TwoTurns(BaseMDPEnv):
         return [ChatMessage("user", "Go on.")]
 
 
-def trainer(model_dir, directory, env=TwoTurns, **inference):
+def trainer(model_dir, directory, env=TwoTurns, steps=STEPS, **inference):
     rows = [
         {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(PROMPTS)
     ]
@@ -123,7 +121,7 @@ def trainer(model_dir, directory, env=TwoTurns, **inference):
         rollout={"prompts": PROMPTS, "group_size": GROUP, "max_tokens": 6},
         training={"lr": 3e-3},
         mismatch={"stop_above": 1e-4},
-        max_steps=STEPS,
+        max_steps=steps,
         **{"env.max_steps": TURNS, "model.autocast": "none"},  # the servers compute in float32
     )
 
@@ -137,22 +135,22 @@ def metrics(directory):
 def test_a_run_through_the_router_uses_both_servers(servers, model_dir, tmp_path):
     from rl4llm.extensions.servers.launch import launch
 
-    urls = [server.url for server in servers]
+    steps, urls = 2, [server.url for server in servers]
     before = [server.answers() for server in servers]
     flags = ["--worker-urls", *urls, "--port", "0"]
     with launch("sglang-router", flags, cpu=True, log=tmp_path / "router.log") as router:
         until_it_has(router, 2)
-        trainer(model_dir, tmp_path / "run", url=urls, router=router.url).train()
-    steps = metrics(tmp_path / "run")
-    assert [step["trajectories"] for step in steps] == [PROMPTS * GROUP] * STEPS
-    assert steps[-1]["fleet/attempts"] == STEPS * PROMPTS * GROUP * TURNS
-    assert steps[-1]["fleet/failures"] == steps[-1]["fleet/left"] == 0
-    # it takes turns, and the canary asks each server itself
-    each = STEPS * PROMPTS * GROUP * TURNS // 2 + CANARIES
+        trainer(model_dir, tmp_path / "run", steps=steps, url=urls, router=router.url).train()
+    rows = metrics(tmp_path / "run")
+    assert [row["trajectories"] for row in rows] == [PROMPTS * GROUP] * steps
+    assert rows[-1]["fleet/attempts"] == steps * PROMPTS * GROUP * TURNS
+    assert rows[-1]["fleet/failures"] == rows[-1]["fleet/left"] == 0
+    # it takes turns, and the canary has each server score two sequences at the start and after each step
+    each = steps * PROMPTS * GROUP * TURNS // 2 + 2 * (1 + steps)
     sampled = 2  # the canary's tokens, by the first server
     answers = [server.answers() - count for server, count in zip(servers, before, strict=True)]
     assert answers == [each + sampled, each]
-    assert [server.version() for server in servers] == [str(STEPS)] * 2
+    assert [server.version() for server in servers] == [str(steps)] * 2
 
 
 def until_it_has(router, workers):

@@ -104,6 +104,7 @@ def test_a_tower_trains_and_sampled_placeholders_end_episodes(named, tmp_path):
         assert not {*first["token_ids"][:-1]}.intersection(named.vision.media)
 
 
+@pytest.mark.sweep  # one does through vLLM
 def test_an_adapter_trains_beside_images(seer, tmp_path):
     check_adapter_trains(seer, tmp_path / "run")
 
@@ -150,6 +151,7 @@ def ahead(url, directory, output):
     return build_trainer(config, Given(dataset=rows, reward_functions=[Numbered()], env_class=Looks))
 
 
+@pytest.mark.sweep  # tests/trainers/test_stream_kills.py does it with text
 def test_a_killed_run_trains_the_images_of_its_checkpoint(seer, tmp_path, capsys):
     seer.load(seer.directory)
     with started(__file__, seer.url, seer.directory, tmp_path) as program:

@@ -28,7 +28,7 @@ WAIT = timedelta(seconds=20)
 class GlooServer(TensorServer):
     """Joins groups over gloo and takes tensors from them, with the store's keys where torch's own helper has them."""
 
-    joined = ()
+    joined, wait = (), WAIT
 
     async def start(self):
         self.joined, self.worlds, self.busy = {}, [], asyncio.Lock()
@@ -42,10 +42,10 @@ class GlooServer(TensorServer):
         self.worlds.append((world, body["rank_offset"]))
 
         def join():
-            store = dist.TCPStore(body["master_address"], body["master_port"], world, timeout=WAIT)
+            store = dist.TCPStore(body["master_address"], body["master_port"], world, timeout=self.wait)
             for prefix in (name, f"{name}/", "cpu/"):
                 store = dist.PrefixStore(prefix, store)
-            return dist.ProcessGroupGloo(store, body["rank_offset"], world, WAIT)
+            return dist.ProcessGroupGloo(store, body["rank_offset"], world, self.wait)
 
         async def joining():
             # a server does nothing else while it joins, even if no client waits for its answer
@@ -135,6 +135,8 @@ def test_two_servers_take_each_tensor_from_one_group(play):
 
 def test_a_server_that_dies_leaves_the_others_with_the_weights(play):
     async def story(servers, fleet, backend):
+        for server in servers:
+            server.wait = timedelta(seconds=6)  # as long as the other one may keep a core busy
         await TensorPublisher(fleet, "distributed").publish(backend, 1)
 
         async def die(server, request, answer):

@@ -55,6 +55,7 @@ def test_other_tokens_than_those_of_the_prompt_are_refused():
         as_completion({"prompt_token_ids": [1, 9, 2], "choices": []}, [1, 9, 9, 2], "vLLM")
 
 
+@pytest.mark.sweep  # towers train through SGLang, and an adapter through vLLM below
 def test_a_tower_trains_and_sampled_placeholders_are_tokens(seer, tmp_path):
     for episode, _ in check_tower_trains(seer, tmp_path / "run"):
         assert (episode["stop_reason"], episode["turns"]) == ("max_steps", 2)
