@@ -126,11 +126,11 @@ def test_an_unknown_extract_is_refused():
         ReasoningReward(extract="tags")
 
 
-def test_the_system_prompt_of_a_task_is_an_option():
+def test_the_system_prompt_of_a_task_is_an_option(rows):
     def messages(**given):
-        return reasoning_prompts("train", 1, task="coin_flip", **given)[0]["messages"]
+        return reasoning_prompts("train", 4, task="spiral_matrix", **given)[0]["messages"]
 
-    system, question = messages()
+    system, question = rows["spiral_matrix"][0]["messages"]
     assert "<answer>" in system["content"]
     assert messages(system_prompt="Be brief.") == [{"role": "system", "content": "Be brief."}, question]
     assert messages(system_prompt=None) == [question]

@@ -67,7 +67,7 @@ def play(tokenizer, python, rows):
     """Plays episodes of the first task."""
 
     def run(client, kind, *, size=1, params=None, max_steps=8):
-        given = {"task": TASK, "python": python, "processes": 2, "max_steps": max_steps}
+        given = {"task": TASK, "python": python, "processes": size, "max_steps": max_steps}
         given["options"] = {"kind": kind}
         env = VerifiersEnv(rows[:1], tokenizer, [VerifiersReward()], batch_size=1, group_size=size, **given)
         return played(env, client, roles=None, params=params)

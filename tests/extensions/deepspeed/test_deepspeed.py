@@ -176,7 +176,9 @@ def directories(tmp_path):
 CASES = [(stage, kind) for kind in ("policy", "lora", "critic") for stage in STAGES]
 
 
-@pytest.mark.parametrize(("stage", "kind"), sampled(CASES, lambda case: case[0] == 3 or case[1] == "policy"))
+@pytest.mark.parametrize(
+    ("stage", "kind"), sampled(CASES, lambda case: case in [(2, "policy"), (3, "policy"), (3, "lora")])
+)
 def test_two_ranks_train_as_one_of_plain_torch(on_ranks, build, trajectories, directories, stage, kind):
     ours, theirs = directories("ours", "theirs")
     one = torch_backend(build("qwen3"), kind)
@@ -215,7 +217,7 @@ def test_options_that_save_memory_do_not_change_the_steps(on_ranks, build, traje
     assert_same_steps(told, expected, 1e-2 if autocast else 1e-6)
 
 
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], [2, 3]))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], [3]))
 def test_bf16_model_resumes_from_fp32_weights(on_ranks, build, trajectories, directories, stage):
     half, whole, resumed = directories("half", "whole", "resumed")
     expected = train(torch_backend(build("qwen3")), share(trajectories), 3)
@@ -233,7 +235,7 @@ def test_bf16_model_resumes_from_fp32_weights(on_ranks, build, trajectories, dir
 
 @pytest.mark.parametrize(
     ("stage", "kind"),
-    sampled([*((stage, "policy") for stage in STAGES), (3, "critic")], [(2, "policy"), (3, "critic")]),
+    sampled([*((stage, "policy") for stage in STAGES), (3, "critic")], [(3, "critic")]),
 )
 def test_resuming_equals_the_uninterrupted_run_bit_for_bit(
     on_ranks, build, trajectories, directories, stage, kind
@@ -248,7 +250,7 @@ def test_resuming_equals_the_uninterrupted_run_bit_for_bit(
     assert_same_files(resumed, whole, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["policy", "lora"])
+@pytest.mark.parametrize("kind", sampled(["policy", "lora"], ["policy"]))
 def test_other_ranks_stages_and_backends_resume_from_the_files(
     on_ranks, on_one_rank, build, trajectories, directories, kind
 ):
@@ -286,7 +288,6 @@ def broken_on_the_second(ranks, given, trajectories):
 
 
 NOT_FINITE = [
-    {"stage": 0},
     {"stage": 3},
     {"stage": 2, "offload_optimizer": True},
     {"stage": 1, "dtype": "bfloat16"},
@@ -371,7 +372,7 @@ def off_and_on(ranks, given, trajectories):
     {"stage": 3, "dtype": "bfloat16"},
     {"stage": 3, "offload_optimizer": True},
     {"stage": 3, "offload_optimizer": True, "offload_param": True},
-], lambda given: len(given) == 3 or given["stage"] == 2 or "dtype" in given))  # fmt: skip
+], lambda given: len(given) == 3 or given == {"stage": 2, "offload_optimizer": True}))  # fmt: skip
 def test_leaving_the_device_between_steps_does_not_change_them(on_ranks, build, trajectories, given):
     expected = train(torch_backend(build("qwen3")), share(trajectories), 2)
     for told in on_ranks(off_and_on, {"model": build("qwen3"), **given}, trajectories):
@@ -399,7 +400,7 @@ def saved_off_the_device(ranks, given, source, away, back):
     {"stage": 2, "dtype": "bfloat16"},
     {"stage": 3, "dtype": "bfloat16"},
     {"stage": 3, "offload_optimizer": True},
-], lambda given: given["stage"] in (1, 2)))  # fmt: skip
+], lambda given: given["stage"] == 2 and len(given) == 2))  # fmt: skip
 def test_what_is_saved_off_the_device_is_the_same(on_ranks, build, directories, trajectories, given):
     here, away, back = directories("here", "away", "back")
     given = {"model": build("qwen3"), **given}

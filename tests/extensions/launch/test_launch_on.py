@@ -12,6 +12,7 @@ import psutil
 import pytest
 from launch_cluster import COUNTS, EVERY_ROLE, OPTIONS, RL4LLM, SECRETS
 from small_run import SmallRun
+from sweeps import sampled
 
 from rl4llm.cli import main
 from rl4llm.compose.choices import nobody_starts
@@ -324,9 +325,10 @@ def all_but(cluster, count):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 75), (signal.SIGTERM, 75), (signal.SIGKILL, -9)]
-)
+STOPS = [(signal.SIGINT, 75), (signal.SIGTERM, 75), (signal.SIGKILL, -9)]
+
+
+@pytest.mark.parametrize(("number", "code"), sampled(STOPS, lambda stop: stop[0] != signal.SIGTERM))
 def test_stopped_local_run_leaves_nothing_running(number, code, written, cluster, tmp_path):
     written("ssh")
     cluster.add("rl4llm", WAITS)

@@ -172,7 +172,7 @@ def test_torchrun_ends_with_the_code_of_a_rank_and_one_line(tmp_path):
 
 @pytest.fixture
 def config(model_dir, tmp_path):
-    """A run of twelve steps, with a checkpoint after every second one."""
+    """A run of six steps, with a checkpoint after every second one."""
     rows = [
         {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)} for i in range(6)
     ]
@@ -181,7 +181,7 @@ def config(model_dir, tmp_path):
         "model": {"path": str(model_dir), "autocast": "none"},
         "data": {"path": str(tmp_path / "rows.jsonl")}, "rewards": ["vowels:Vowels"],
         "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5}, "training": {"lr": 3e-3}, "eval": {"every": 0},
-        "checkpoint": {"every": 2}, "output": {"dir": str(tmp_path / "run")}, "deterministic": True, "max_steps": 12,
+        "checkpoint": {"every": 2}, "output": {"dir": str(tmp_path / "run")}, "deterministic": True, "max_steps": 6,
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(chosen))
     return tmp_path / "config.yaml"

@@ -241,6 +241,7 @@ def test_without_the_package_files_are_written_but_not_submitted(written, tmp_pa
     assert written().exists()
 
 
+@pytest.mark.sweep  # what each of them does with the volume is tried below, and served weights in tests/extensions/servers
 def test_actor_and_worker_train_together_over_a_volume(model_dir, tmp_path, monkeypatch):
     """The worker boots from a version of long ago, and proves each new one, which it sees by commit and reload alone."""
     own = {"model": {"path": "model", "device": "cpu", "autocast": "none"}, "inference": {"name": "sglang"}}

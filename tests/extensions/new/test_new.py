@@ -61,9 +61,14 @@ def test_no_example_row_is_in_both_splits(right, tools):
     assert not [row for row in test if row in train]
 
 
-@pytest.mark.parametrize(
-    "shape", [("number", "sqlite", 3), ("number", "picture", 3), ("text", "none", 2)], ids=str
-)
+TRAINED = [
+    ("number", "sqlite", 3),
+    pytest.param(("number", "picture", 3), marks=pytest.mark.sweep),
+    pytest.param(("text", "none", 2), marks=pytest.mark.sweep),
+]
+
+
+@pytest.mark.parametrize("shape", TRAINED, ids=str)
 def test_a_new_task_is_checked_played_and_trained(
     shape,
     model_dir,

@@ -134,6 +134,7 @@ def test_the_quickstart_ends_with_a_table_and_a_picture(quickstart):
     assert [json.loads(line)["step"] for line in (run / "eval.jsonl").read_text().splitlines()] == [0, 3]
 
 
+@pytest.mark.sweep  # asynchronous runs have their own tests; this one adds what the recipe prints
 def test_an_asynchronous_quickstart_shows_who_waited(quickstart):
     command = ["-m", "rl4llm", "recipe", "quickstart", "--async", "--configs", "configs"]
     done = python(*command, cwd=quickstart.directory)
@@ -153,6 +154,7 @@ def test_quickstart_without_evaluations_shows_its_files(tmp_path, capsys):
     assert "metrics.jsonl" in said and "before training" not in said
 
 
+@pytest.mark.sweep  # tests/test_docs.py reads them, and each has its own tests
 def test_the_commands_of_the_readme_run_after_the_quickstart(quickstart):
     """Run each unchanged, except that a model which learned nothing has no good episodes, and that `view` must end."""
     block = next(text for text in (ROOT / "README.md").read_text().split("```") if "rl4llm check" in text)

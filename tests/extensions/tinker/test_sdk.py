@@ -1,5 +1,6 @@
 """The unchanged Tinker SDK and loops of its cookbook against the server."""
 
+import contextlib
 import gc
 import json
 import os
@@ -9,10 +10,13 @@ import weakref
 
 import pytest
 from tinker_client import KEY, NAME, put_into_cache, served_apart, served_here
+from warm_python import warm_of
 
 from rl4llm.backends.tiny import save_model
 from rl4llm.extensions.tinker import server, service
 
+IMPORTED = ("datasets", "tinker", "tinker_cookbook.recipes.math_rl.math_env", "tinker_cookbook.supervised.data",
+            "transformers.models.auto.tokenization_auto")  # fmt: skip
 ROWS = """
 import random, runpy, sys
 import datasets
@@ -114,7 +118,10 @@ time.sleep(600)
 
 @pytest.fixture(scope="module")
 def sdk(python_of, _model, tokenizer, tmp_path_factory):
-    """Return run(words): a program of the SDK's environment, beside a server of a small model."""
+    """Return run(words): a program of the SDK's environment, beside a server of a small model.
+
+    What a program runs is a file, or its text. What all of them import is imported once.
+    """
     python, home = python_of("tinker"), tmp_path_factory.mktemp("sdk")
     save_model(_model, tokenizer, home / "model")
     put_into_cache(home / "hf" / "hub", NAME, home / "model")  # where the cookbook looks for the tokenizer
@@ -125,11 +132,19 @@ def sdk(python_of, _model, tokenizer, tmp_path_factory):
         "HF_HOME": str(home / "hf"),
         "HF_HUB_OFFLINE": "1",
     }
-    with served_apart(home / "model", home / "out") as (url, _):
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in settings.items():
+            patch.setenv(name, value)  # some of it is read at the import
+        warm = stack.enter_context(warm_of(python, tmp_path_factory.mktemp("warm"), *IMPORTED))
+        url, _ = stack.enter_context(served_apart(home / "model", home / "out"))
 
-        def run(*words):
+        def run(program, *words):
+            if isinstance(program, str):
+                (home / "program.py").write_text(program)
+                program = home / "program.py"
             environment = {**kept, **settings, "TINKER_BASE_URL": url}
-            command = [python, *map(str, words)]
+            command = [warm, *map(str, [program, *words])]
             done = subprocess.run(
                 command, env=environment, cwd=home, capture_output=True, text=True, timeout=240
             )
@@ -144,7 +159,7 @@ def rows_of(directory):
 
 
 def test_the_cookbooks_supervised_loop_learns_and_resumes(sdk, tmp_path):
-    recipe = ("-c", ROWS, "tinker_cookbook.recipes.sl_loop", f"model_name={NAME}", f"log_path={tmp_path}")
+    recipe = (ROWS, "tinker_cookbook.recipes.sl_loop", f"model_name={NAME}", f"log_path={tmp_path}")
     recipe += ("batch_size=8", "learning_rate=0.01", "lora_rank=8", "save_every=2")
     sdk(*recipe, "max_steps=4")
     first = [row["train_mean_nll"] for row in rows_of(tmp_path)]
@@ -158,13 +173,13 @@ def test_the_cookbooks_supervised_loop_learns_and_resumes(sdk, tmp_path):
 
 
 def test_the_cookbooks_loop_of_reinforcement_learning_runs(sdk, tmp_path):
-    recipe = ("-c", ROWS, "tinker_cookbook.recipes.rl_loop", f"model_name={NAME}", f"log_path={tmp_path}")
+    recipe = (ROWS, "tinker_cookbook.recipes.rl_loop", f"model_name={NAME}", f"log_path={tmp_path}")
     sdk(*recipe, "batch_size=2", "group_size=4", "max_tokens=8", "save_every=1", "max_steps=2")
     assert [row["step"] for row in rows_of(tmp_path)] == [0, 1]
 
 
 def test_the_sdk_shows_errors_and_computes_custom_losses(sdk):
-    printed = sdk("-c", ASKS % {"name": NAME})
+    printed = sdk(ASKS % {"name": NAME})
     assert "AuthenticationError" in printed and "The API key is not this server's" in printed
     assert "RequestFailedError" in printed and "loss_fn=importance_sampling" in printed
     assert f"['{NAME}']" in printed and "/weights/mine cannot be used: it was not found" in printed

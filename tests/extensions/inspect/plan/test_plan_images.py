@@ -66,12 +66,12 @@ def runs(model, tmp_path_factory):
     own = {
         "model.path": str(model), "data.path": written(root / "rows", rows), "model.autocast": "none", "eval.every": 0,
         "rewards": [{"name": "length", "unit": "chars", "max_length": 1, "margin": 400}], "rollout.prompts": 4,
-        "rollout.group_size": 4, "rollout.max_tokens": 16, "training.lr": 1e-3, "threads": 1, "max_steps": 2,
+        "rollout.group_size": 4, "rollout.max_tokens": 16, "training.lr": 1e-3, "threads": 1,
         "tracking.tensorboard": False, "tracking.episodes_every": 0,
     }  # fmt: skip
     kinds = {
-        name: {**own, "model.vision": vision, "output.dir": str(root / name)}
-        for name, vision in (("warm", "frozen"), ("frozen", "frozen"), ("train", "train"))
+        name: {**own, "model.vision": vision, "max_steps": steps, "output.dir": str(root / name)}
+        for name, vision, steps in (("warm", "train", 1), ("frozen", "frozen", 2), ("train", "train", 2))
     }
     return measured(kinds, root / "took.json")
 
