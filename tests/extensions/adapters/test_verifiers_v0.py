@@ -58,8 +58,8 @@ def python(real_python, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rows(real_python):
-    return verifiers_prompts("train", 2, task=TASK, python=real_python)
+def rows(python):
+    return verifiers_prompts("train", 2, task=TASK, python=python)
 
 
 @pytest.fixture

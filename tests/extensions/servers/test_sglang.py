@@ -298,10 +298,8 @@ def trained(ranks, model_dir, directory, inference, options):
     learn_vowels(ranks, model_dir, directory, inference, **options)
 
 
-LED = [{"name": "debate", "max_steps": 2}, {"name": "agent", "agent": asks_twice}]
-
-
-@pytest.mark.parametrize("env", sampled(LED, lambda env: env["name"] == "agent"))
+@pytest.mark.sweep  # both train through the embedded engine, with the same requests
+@pytest.mark.parametrize("env", [{"name": "debate", "max_steps": 2}, {"name": "agent", "agent": asks_twice}])
 def test_conversations_led_by_others_train_on_server_tokens(sglang_url, model_dir, tmp_path, env):
     """Conversations have several roles, or an agent leads them through an SDK."""
     inference = {"name": "sglang", "url": sglang_url}
