@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl4llm.extensions.sandbox import Limits, Sandbox
 
-LIMITS = Limits(wall_s=0.4, total_s=0.8, memory_bytes=256 * 2**20, processes=16)
+LIMITS = Limits(wall_s=0.4, total_s=0.5, memory_bytes=256 * 2**20, processes=16)
 SECRET = "the secret of the host"
 
 
