@@ -154,7 +154,6 @@ def test_quickstart_without_evaluations_shows_its_files(tmp_path, capsys):
     assert "metrics.jsonl" in said and "before training" not in said
 
 
-@pytest.mark.sweep  # tests/test_docs.py reads them, and each has its own tests
 def test_the_commands_of_the_readme_run_after_the_quickstart(quickstart):
     """Run each unchanged, except that a model which learned nothing has no good episodes, and that `view` must end."""
     block = next(text for text in (ROOT / "README.md").read_text().split("```") if "rl4llm check" in text)
