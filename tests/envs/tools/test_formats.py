@@ -380,13 +380,23 @@ def test_calls_up_to_the_limit_of_their_length_are_read():
 
 def test_texts_get_the_types_of_the_schema():
     text = "<parameter=a>{}</parameter><parameter=text>{}</parameter><parameter=new>{}</parameter>"
-    for written, value in [("7", 7), ("seven", "seven"), ("true", "true"), ("7.5", "7.5")]:
+    for written, value in [("7", 7), ("7.0", 7), ("seven", "seven"), ("true", "true"), ("7.5", "7.5")]:
         (call,) = typed("function", f"<function=add>{text.format(written, written, written)}</function>")
         assert call.arguments["a"] == value and call.arguments["text"] == written
     assert type(call.arguments["a"]) is str and call.arguments["new"] == 7.5
     deep = "[" * 5000
     (call,) = typed("function", f"<function=add><parameter=b>{deep}</parameter></function>")
     assert call.arguments == {"b": deep}
+
+
+@pytest.mark.parametrize(("number", "read"), [(3.0, 3), (-2.0, -2), (3.5, 3.5)])
+def test_number_without_fraction_is_read_as_integer_asked_for(number, read):
+    either, inner = {"type": ["integer", "null"]}, {"type": "array", "items": {"type": "integer"}}
+    properties = {"a": {"type": "integer"}, "b": {"type": "number"}, "c": either, "d": inner}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    call = {"name": "f", "arguments": {"a": number, "b": number, "c": number, "d": [number]}}
+    (found,) = call_format("hermes", None, [tool]).parse(f"<tool_call>{json.dumps(call)}</tool_call>")
+    assert repr(found.arguments) == repr({"a": read, "b": number, "c": read, "d": [read]})
 
 
 CHATML = """{{%- if tools %}}{shows}{{% endif %}}
