@@ -33,6 +33,7 @@ UNSEEN = "but only text is read here. Images are read with model.vision=frozen, 
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 
 THOUGHT_ENDS = "</think>"
+CUT = "[... cut ...]"
 _MAX_QUOTED = 200
 _QUOTE = re.compile(r"(?<!\\)(?:\"|(?<!`)`(?!`)|(?<!\w)'|'(?!\w))")
 _ROLE_NAMES = {role: role for role in ROLES} | {
@@ -337,6 +338,14 @@ def _of_pairs(items: Any) -> Any:
     if all(isinstance(item, Mapping) and {*item} == {"key", "value"} for item in items):
         return {item["key"]: item["value"] for item in items}
     return items
+
+
+def shortened(text: str, most: int, *, end: bool = False) -> str:
+    """Return valid Unicode of at most `most` characters: the start of a longer text, or its `end`, with `CUT`."""
+    if len(text) > most:
+        kept, mark = max(0, most - len(CUT)), CUT[:most]
+        text = mark + text[len(text) - kept :] if end else text[:kept] + mark
+    return text.encode(errors="replace").decode()
 
 
 def after_thinking(text: str) -> str:

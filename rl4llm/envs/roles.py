@@ -8,7 +8,7 @@ from typing import Any
 from rl4llm.core.base_env import LLM, BaseMDPEnv, EnvState, EpisodeState, Line, SampleState
 from rl4llm.core.base_opponent import BaseOpponent
 from rl4llm.core.errors import ConfigError, EnvError, unknown
-from rl4llm.core.message import after_thinking
+from rl4llm.core.message import after_thinking, shortened
 from rl4llm.core.player import contained
 from rl4llm.core.schema import Count
 from rl4llm.core.tables import OPPONENTS
@@ -266,4 +266,4 @@ async def _text(
     text = await opponent.reply(tuple(messages), sampling_params)
     if not isinstance(text, str):
         raise EnvError(f"a line must be a string, not {text!r:.200}")
-    return text[:MAX_LINE_CHARS].encode(errors="replace").decode()
+    return shortened(text, MAX_LINE_CHARS)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import EnvError
 from rl4llm.core.images import Picture
-from rl4llm.core.message import after_thinking
+from rl4llm.core.message import after_thinking, shortened
 from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan
 from rl4llm.data.template import decode
@@ -77,7 +77,7 @@ class ToolMDPEnv(BaseMDPEnv):
         tools: typed Python functions with a docstring, objects of a `ToolSet`, names of registered ones, or mappings of a
             name and options, such as ``{name: workspace, max_bytes: 100000}``.
         format: how the policy writes calls, see `rl4llm.envs.tools.formats`; "auto" detects it from the chat template.
-        max_reply_chars: results of tools are cut to this many characters.
+        max_reply_chars: results of tools are cut to this many characters, and the cut is marked.
         max_calls: calls of one turn; further ones get an error. With 1, generation stops after the call. If a format marks
             the end of all calls of a turn, generation stops there in any case.
         budget: calls of an episode; further ones get an error. None for no limit.
@@ -285,7 +285,7 @@ class ToolMDPEnv(BaseMDPEnv):
                 result = "no result" if result is None else _JSON.encode(result)
             except (ValueError, RecursionError) as error:  # too many digits, or too deep
                 raise ToolError(f"the result cannot be shown: {error}") from error
-        return result[: self.max_reply_chars].encode(errors="replace").decode()
+        return shortened(result, self.max_reply_chars)
 
     def _error(self, sample: SampleState, text: str) -> Reply:
         sample.extras["metrics"]["tool_errors"] += 1

@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 
 from rl4llm.core.errors import RL4LLMError
+from rl4llm.core.message import shortened
 from rl4llm.core.redact import redacted_text
 from rl4llm.runtime.terminal import notebook_shell
 
@@ -30,7 +31,7 @@ def raised(what: str, error: BaseException) -> str:
     Secrets in the error text, such as a key in an address, are hidden.
     If the logger ``rl4llm`` has the level DEBUG, as with ``rl4llm --debug``, the traceback is logged once per line.
     """
-    says = redacted_text(str(error)[: 2 * MAX_CHARS])[:MAX_CHARS]
+    says = shortened(redacted_text(str(error)[: 2 * MAX_CHARS]), MAX_CHARS)
     line, text = _line(error), f"{what} raised {type(error).__name__}: {says}"
     if logger.isEnabledFor(logging.DEBUG) and (key := f"{type(error).__name__} {line}") not in _shown:
         _shown.add(key)

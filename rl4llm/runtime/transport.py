@@ -21,6 +21,7 @@ import aiohttp
 from yarl import URL
 
 from rl4llm.core.errors import RefusedError, UnreachableError
+from rl4llm.core.message import shortened
 
 T = TypeVar("T")
 
@@ -231,5 +232,4 @@ def _refusal(
 
 
 def _shown(content: bytes) -> str:
-    text = content.decode(errors="replace").strip()
-    return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
+    return shortened(content.decode(errors="replace").strip(), SHOWN)

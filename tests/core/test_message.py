@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rl4llm.core.errors import BadRowError, DataError
+from rl4llm.core.message import CUT, shortened
 from rl4llm.core.types import ChatMessage
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -136,3 +137,10 @@ def test_each_flag_says_whether_a_message_is_learned(key, value):
     assert message.learned is bool(value)
     assert ChatMessage.from_dict(message.to_dict()).learned is bool(value)
     assert ChatMessage.from_dict(said(**{key: None})).learned is None
+
+
+def test_cut_text_is_marked_within_its_limit():
+    assert [shortened("x" * length, 20) for length in (20, 21)] == ["x" * 20, "x" * 7 + CUT]
+    assert shortened("ab" * 20, 20, end=True) == CUT + "bababab"
+    assert [shortened("\ud800x", most) for most in (0, 1, 2)] == ["", CUT[:1], "?x"]
+    assert shortened("x" * 14, 13, end=True) == CUT

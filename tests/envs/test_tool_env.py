@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from rl4llm.core.errors import ConfigError, EnvError
+from rl4llm.core.message import CUT
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
@@ -139,13 +140,13 @@ def returns(value):
         ({"b", "a", "c"}, '["a", "b", "c"]'),
         ([torch.tensor(1.5), torch.arange(3)], "[1.5, [0, 1, 2]]"),
         ([np.datetime64("2024-01-02T03:04:05", "ns")], '["2024-01-02T03:04:05.000000000"]'),
-        ("x" * 10_000_000, "x" * 2000),
+        ("x" * 10_000_000, "x" * 1987 + CUT),
         ("half \ud800.", "half ?."),
         ("", ""),
         (KeyError("b"), "Error: KeyError: 'b'"),
         (SystemExit(1), "Error: SystemExit: 1"),
         (TimeoutError("the shop is closed"), "Error: TimeoutError: the shop is closed"),
-        (ValueError("x" * 10_000_000), "Error: ValueError: " + "x" * 1981),
+        (ValueError("x" * 10_000_000), "Error: ValueError: " + "x" * 1968 + CUT),
         (10**5000, "Error: the result cannot be shown: Exceeds the limit (4300 digits)"),
     ],
     ids=lambda value: repr(value)[:20] if not isinstance(value, int | set) else type(value).__name__,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import ConfigError, EnvError, RL4LLMError
+from rl4llm.core.message import shortened
 from rl4llm.extensions.remote.token import token_of_start
 from rl4llm.extensions.remote.wire import MAX_MESSAGE_BYTES, MESSAGES, PACKAGE, SERVICE
 
@@ -304,7 +305,4 @@ def _streaming(behave: Callable[..., Any]) -> Callable[..., Any]:
 
 async def _abort(context: Any, error: RL4LLMError) -> None:
     code = grpc.StatusCode.NOT_FOUND if isinstance(error, NotFoundError) else grpc.StatusCode.INVALID_ARGUMENT
-    text = str(error)
-    if len(text) > TRAILER_CHARS:
-        text = f"{text[:TRAILER_CHARS]} ..."
-    await context.abort(code, text.encode(errors="replace").decode())
+    await context.abort(code, shortened(str(error), TRAILER_CHARS))

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.errors import DataError, SandboxError
+from rl4llm.core.message import shortened
 from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.sandbox import Limits, Program, ProgramRunner, Sandbox, Stdin
@@ -84,7 +85,7 @@ class CodeEnv(BaseMDPEnv):
         self._measure(sample, run)
         if run.outcome is not None and run.outcome.status == "ok":
             return []
-        return [ChatMessage("user", f"{self._shown(_failure(run))}\n{AGAIN}")]
+        return [ChatMessage("user", f"{shortened(_failure(run), self.max_reply_chars)}\n{AGAIN}")]
 
     def program_text(self, sample: SampleState) -> str:
         """Return the text with the program of this turn; subclasses may build a program from a reply without a code
@@ -116,10 +117,6 @@ class CodeEnv(BaseMDPEnv):
             except DataError as error:
                 raise DataError(f"Prompt {row.get('prompt_id', number)!r}: {error}") from None
 
-    def _shown(self, text: str) -> str:
-        """Truncate a text, and replace lone surrogates, which tokenizers do not accept."""
-        return text[: self.max_reply_chars].encode(errors="replace").decode()
-
     @staticmethod
     def _measure(sample: SampleState, run: CodeRun) -> None:
         counts = sample.extras.setdefault("metrics", {"runs": 0, "first_try": 0, "repaired": 0})
@@ -135,6 +132,6 @@ def _failure(run: CodeRun) -> str:
         return NO_CODE if run.note == "no_code" else f"The program was not run: {run.note}."
     failed = next(((number, test) for number, test in enumerate(outcome.tests, 1) if not test.passed), None)
     if failed is None:
-        return f"The program failed:\n{outcome.stderr.strip()[-SHOWN_TRACE:] or outcome.reason}"
+        return f"The program failed:\n{shortened(outcome.stderr.strip(), SHOWN_TRACE, end=True) or outcome.reason}"
     number, test = failed
     return f"Test {number} of {len(outcome.tests)} failed:\n{test.shown or test.reason}"

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rl4llm.core.message import shortened
 from rl4llm.extensions.sandbox.cell import BrokenTests, Cell, Ended
 from rl4llm.extensions.sandbox.program import (
     Asserts,
@@ -164,7 +165,8 @@ def _stdin(candidate: Candidate, tests: Stdin) -> Outcome:
             results.append(TestResult(name, ended.status, ended.reason, shown))
             continue
         if not result.passed:
-            shown = f"Input:\n{_brief(given)}\n{err.strip()[-SHOWN_TRACE:] or result.reason}"
+            trace = shortened(err.strip(), SHOWN_TRACE, end=True)
+            shown = f"Input:\n{_brief(given)}\n{trace or result.reason}"
             result = replace(result, name=name, shown=shown)
         elif same_text(out, expected):
             result = TestResult(name, "ok")
@@ -230,8 +232,7 @@ def _value(wired: Any) -> str:
 
 
 def _brief(text: str) -> str:
-    text = text.rstrip()
-    return text if len(text) <= SHOWN_VALUE else f"{text[:SHOWN_VALUE]}..."
+    return shortened(text.rstrip(), SHOWN_VALUE)
 
 
 def _compared(reply: dict[str, Any], expected: Any, judge: str) -> tuple[Status, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl4llm.core.errors import EnvError, SandboxError
+from rl4llm.core.message import shortened
 from rl4llm.envs.tools.tool import ToolError, ToolSet, tool
 from rl4llm.extensions.sandbox import Limits, Program, ProgramRunner, Sandbox
 
@@ -39,9 +40,8 @@ class Python(ToolSet):
         if outcome.status == "infra_error":
             raise EnvError(f"the tool python: {outcome.reason}")
         if outcome.status != "ok":
-            raise ToolError(
-                "\n".join(part.strip() for part in (outcome.reason, outcome.stdout[-1000:]) if part.strip())
-            )
+            parts = outcome.reason.strip(), shortened(outcome.stdout.strip(), 1000, end=True)
+            raise ToolError("\n".join(filter(None, parts)))
         return outcome.stdout or "The program printed nothing."
 
     def close(self) -> None:

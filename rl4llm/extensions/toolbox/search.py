@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.message import shortened
 from rl4llm.data.read import read_rows
 from rl4llm.envs.tools.tool import ToolSet, tool
 
@@ -75,4 +76,4 @@ def _read(corpus: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]
 
 
 def _shown(title: str, text: str, max_chars: int) -> str:
-    return f"{title}\n{text[:max_chars]}".strip()
+    return f"{title}\n{shortened(text, max_chars)}".strip()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rl4llm.core.message import shortened
 from rl4llm.envs.tools.tool import ToolError, ToolSet, tool
 
 MAX_FOUND = 50
@@ -92,7 +93,7 @@ class Workspace(ToolSet):
                 if text.lower() not in line.lower():
                     continue
                 if len(found) < MAX_FOUND:
-                    found.append(f"{name}:{number}: {line.strip()[:200]}")
+                    found.append(f"{name}:{number}: {shortened(line.strip(), 200)}")
                 else:
                     more += 1
         return "\n".join([*found, *[f"and {more} more lines"] * (more > 0)]) or "No line contains it."

@@ -173,6 +173,7 @@ def test_hostile_program_cannot_make_messages_long(play, sandbox):
     (trajectory,) = result.trajectories
     said = told(trajectory)
     assert len(said) == 3 and all(0 < len(text) <= 200 for text in said)
+    assert all(text.endswith("[... cut ...]") for text in said[:2])
     assert trajectory.reward == 1.0
 
 
