@@ -96,6 +96,20 @@ class DirectoryLock:
         return True
 
 
+def is_locked(directory: Path) -> bool | None:
+    """Return whether a process holds the lock of a directory; None if that cannot be found out, as of another host's."""
+    try:
+        with open(directory / ".lock", "rb") as file:
+            if (signature := file.read()) and json.loads(signature)["host"] != socket.gethostname():
+                return None
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return False
+
+
 def _no_link(path: str, flags: int) -> int:
     """Open a file unless its name leads, as a symbolic or a hard link, to what may be a file of somebody else's choice."""
     if not os.path.islink(path):  # for the message; O_NOFOLLOW guards

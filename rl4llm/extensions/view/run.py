@@ -18,6 +18,7 @@ from rl4llm.core.redact import redacted
 from rl4llm.extensions.view.index import EpisodeIndex
 from rl4llm.extensions.view.story import Totals, episodes, headline, histogram
 from rl4llm.extensions.view.texts import TokenTexts
+from rl4llm.runs.lock import is_locked
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.tracking.alerts import RULES
 from rl4llm.tracking.glossary import find
@@ -25,7 +26,7 @@ from rl4llm.tracking.glossary import find
 OF_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 AT_ONCE = 64 << 20  # bytes of metrics in one answer
 WATCHED = {rule.name: rule.metric for rule in RULES}
-STILL_S = 120.0  # a run that wrote nothing for this long is not shown as running
+STILL_S = 120.0  # a run of another machine that wrote nothing for this long is not shown as running
 
 
 class ViewedRun:
@@ -148,6 +149,8 @@ class ViewedRun:
             return {}, [f"run.json is damaged: {error}"]
 
     def _running(self) -> bool:
+        if (locked := is_locked(self.path)) is not None:
+            return locked
         try:
             return (
                 time.time() - self._run.metrics_file.stat().st_mtime < STILL_S

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 
 import PIL.Image
 import pytest
@@ -95,6 +97,32 @@ def test_a_directory_that_may_only_be_read_is_shown(tokenizer, tmp_path):
     run.index.refresh(60)
     assert run.about()["name"] == "run" and run.metrics()["rows"] and run.index.search("calculator")[0]
     assert before == sorted((str(file), file.stat().st_mtime_ns) for file in directory.rglob("*"))
+
+
+def test_run_is_running_as_long_as_its_process_lives(tokenizer, tmp_path):
+    (run,) = find_runs([write_run(tmp_path / "run", tokenizer, steps=1)])
+    (run.path / "model").rename(tmp_path / "kept")
+    assert run.about()[
+        "running"
+    ]  # it has no lock, as one that was copied from another machine, and wrote just now
+    holds = (
+        "import pathlib, rl4llm.runs.lock as lock\n"
+        f"held = lock.DirectoryLock(pathlib.Path({str(run.path)!r}))\nprint(flush=True)\ninput()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as trainer:
+        trainer.stdout.readline()
+        os.utime(run.path / "metrics.jsonl", (0, 0))  # its last step began long ago
+        assert run.about()["running"]
+        trainer.kill()
+    os.utime(run.path / "metrics.jsonl")
+    assert not run.about()["running"]
+    signed = json.loads((run.path / ".lock").read_text())
+    (run.path / ".lock").write_text(json.dumps(signed | {"host": "another"}))
+    assert run.about()["running"]
+    os.utime(run.path / "metrics.jsonl", (0, 0))
+    assert not run.about()["running"]
 
 
 def test_tokens_without_tokenizer_and_partial_bytes_have_text(tokenizer, tmp_path):
