@@ -26,6 +26,7 @@ from rl4llm.tracking.glossary import find
 OF_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 AT_ONCE = 64 << 20  # bytes of metrics in one answer
 WATCHED = {rule.name: rule.metric for rule in RULES}
+DEEPEST = 5  # levels below a directory of runs, such as runs/recipes/sums/full/seed-0/run
 STILL_S = 120.0  # a run of another machine that wrote nothing for this long is not shown as running
 
 
@@ -165,14 +166,13 @@ class ViewedRun:
 
 
 def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[ViewedRun]:
-    """Return the runs at these paths; each path is the directory of a run, or a directory of runs.
+    """Return the runs at these paths; each path is the directory of a run, or one with runs in it or below.
 
     Raises RunDirError for a path that is neither.
     """
     found: dict[Path, None] = {}
     for path in map(Path, paths):
-        runs = [path] if _is_run(path) else sorted(filter(_is_run, _children(path)))
-        if not runs:
+        if not (runs := _runs_below(path, DEEPEST)):
             what = "is not a directory" if path.exists() else "does not exist"
             what = "contains no run (no run.json, metrics.jsonl or episodes/)" if path.is_dir() else what
             raise RunDirError(
@@ -190,11 +190,15 @@ def _is_run(path: Path) -> bool:
         return False  # no permission
 
 
-def _children(path: Path) -> list[Path]:
+def _runs_below(path: Path, levels: int) -> list[Path]:
+    """Return the run at a path, or else those in its directories, at most `levels` below it."""
+    if _is_run(path) or not levels:
+        return [path] * _is_run(path)
     try:
-        return [child for child in path.iterdir() if child.is_dir()]
+        children = sorted(child for child in path.iterdir() if child.is_dir())
     except OSError:
         return []
+    return [run for child in children for run in _runs_below(child, levels - 1)]
 
 
 def _names(paths: list[Path]) -> list[str]:

@@ -21,6 +21,15 @@ def test_directory_of_runs_gives_all_runs_different_names(tokenizer, tmp_path):
         (tmp_path / name / "episodes").mkdir(parents=True)
     assert [run.name for run in find_runs([tmp_path / "b"])] == ["grpo", "warmup"]
     assert [run.name for run in find_runs([tmp_path / "a", tmp_path / "b" / "grpo"])] == ["a/grpo", "b/grpo"]
+    assert [run.name for run in find_runs([tmp_path])] == ["a/grpo", "b/grpo", "b/warmup"]
+
+
+def test_runs_of_a_recipe_are_found_from_each_directory_above(tmp_path):
+    seeds = [tmp_path / "runs/recipes/sums/full" / f"seed-{seed}" / "run" for seed in (0, 1)]
+    for run in seeds:
+        (run / "episodes/run/episodes").mkdir(parents=True)  # nothing inside a run is another run
+    for above in [*seeds[0].parents][1:5]:
+        assert [run.path for run in find_runs([above])] == seeds, above
 
 
 @pytest.mark.parametrize("make, message", [
