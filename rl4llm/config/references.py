@@ -44,6 +44,10 @@ def expand_paths(merged: DictConfig) -> None:
 
 
 def _expanded(key: str, text: str) -> str:
+    if text.strip().lower() in ("", "none", "null"):
+        raise ConfigError(
+            f"{key}={text!r} is not a path. Next: leave the key out for its default, or write ./NAME for such a name."
+        )
     if re.match(r"[A-Za-z]:[\\/\w]", text) and os.name == "posix":
         drive, rest = text[0].lower(), text[2:].replace("\\", "/").lstrip("/")
         raise ConfigError(
