@@ -146,6 +146,17 @@ rewards=[maths]                                    | Did you mean 'math'
 rewards=[math,length]                              | Reward 'length' needs the option max_length
 rewards=math                                       | rewards='math' is not accepted: a list or null. Did you mean [math]
 'rewards=[{math: 1}]'                               | A reward needs 'name', one of: ... clip, code,
+'rewards=[{nam: math}]'                             | or 'package.module:Thing'; got {'nam': 'math'}. Did you mean 'name'
+'rewards=[{name: math, wieght: 2}]'                | 'math'='wieght' is unknown ... Did you mean 'weight'
+'rewards=[{name: scale, factor: 2, reward: {nam: math}}]' | got {'nam': 'math'}. Did you mean 'name'
+'parts={a: {rewards: [{nmae: math}]}}'             | parts.a: A reward needs ... got {'nmae': 'math'}. Did you mean 'name'
+algorithm.nam=grpo                                 | algorithm option='nam' is unknown ... Did you mean 'name'
+inference.nam=local                                | inference option='nam' is unknown ... Did you mean 'name'
+inference.name=sglang inference.ulr=http://x       | inference option='ulr' is unknown ... Did you mean 'url'
+backend.nam=torch                                  | backend option='nam' is unknown ... Did you mean 'name'
+env.nam=tool                                       | env option='nam' is unknown ... Did you mean 'name'
+env.name=tool 'env.tools=[{nam: calculator}]'      | a tool needs 'name' ... {'nam': 'calculator'}. Did you mean 'name'
+env.name=tool 'env.tools=[{name: calculator, x: 1}]' | env.tools: {'name': 'calculator', 'x': 1} is not accepted
 'rewards=[{name: math, weight: much}]'             | weight='much' of 'math' is not accepted. Accepted: a finite number
 'rewards=[{name: math, extract: box}]'             | extract='box' is not accepted ... Did you mean 'boxed'
 env.template_arg={}                                | env option='template_arg' is unknown ... Did you mean 'template_args'

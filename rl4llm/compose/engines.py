@@ -59,6 +59,7 @@ def check_engine(config: Config) -> None:
     """Raise ConfigError for options that the engine does not accept; contact no server."""
     options = dict(config.inference)
     engine, fixed = ENGINES[options.pop("name")], {"model", "tokenizer", "deterministic", "autocast"}
+    beside: tuple[str, ...] = ("name",)
     if config.model.vision != "none" and not engine.takes_images:
         takes = ", ".join(sorted(name for name in ENGINES if ENGINES[name].takes_images))
         raise ConfigError(
@@ -67,14 +68,15 @@ def check_engine(config: Config) -> None:
         )
     if engine.is_server:
         fixed = {"base_url", "tokenizer", "vocab_size", "ends"}
-        wait_s = options.pop("wait_s", 1.0)
+        wait_s = options.get("wait_s", 1.0)
         if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not wait_s > 0:
             raise ConfigError(
                 f"inference.wait_s={wait_s!r} is not accepted. Accepted: a number of seconds above 0."
             )
-        options = {name: value for name, value in options.items() if name not in ("cohost", "router", "url")}
+        beside = "name", "cohost", "router", "url", "wait_s"
+        options = {name: value for name, value in options.items() if name not in beside}
         server_urls(config)
-    check_options("inference", engine, options, fixed)
+    check_options("inference", engine, options, fixed, beside)
 
 
 def server_urls(config: Config) -> list[str]:

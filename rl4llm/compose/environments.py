@@ -299,9 +299,7 @@ def check_env_options(env_class: Any, options: Mapping[str, Any]) -> None:
     of_env = accepted_options(env_class) - {*FIXED, "sandbox", "provided"}
     for name in options:
         if name not in of_env | of_prompts | COMMON:
-            known = unknown("env option", name, of_env | of_prompts | (COMMON - {"name"})) + _with_option(
-                name
-            )
+            known = unknown("env option", name, of_env | of_prompts | COMMON) + _with_option(name)
             raise ConfigError(elsewhere("key", f"env.{name}") or known)
     check_values("env", EnvKeys, options)
     own = {name: value for name, value in options.items() if name not in COMMON}

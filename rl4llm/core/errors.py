@@ -32,7 +32,7 @@ Each message names where, what was given, what is accepted and the next step.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rl4llm.core.redact import redacted_text
@@ -164,6 +164,13 @@ def unknown(where: str, name: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     return f"{where}={name!r} is unknown. Known: {', '.join(names) or 'none'}.{did_you_mean(name, names)}"
+
+
+def unnamed(where: str, given: Mapping[str, Any], known: Iterable[str]) -> str:
+    """Return the message for a mapping whose key `name` is missing, misspelled or wrong."""
+    near = "".join(did_you_mean(key, ["name"]) for key in map(str, given) if key != "name")
+    names = f"{', '.join(known)} or 'package.module:Thing'"
+    return f"{where} needs 'name', one of: {names}; got {dict(given)!r:.200}.{near}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -79,14 +79,19 @@ def check_fields(item: Any, where: str = "") -> None:
 
 
 def check_options(
-    where: str, make: Callable[..., Any], options: Mapping[str, Any], fixed: Collection[str] = ()
+    where: str,
+    make: Callable[..., Any],
+    options: Mapping[str, Any],
+    fixed: Collection[str] = (),
+    beside: Collection[str] = ("name",),
 ) -> None:
-    """Raise ConfigError for an option that `make` does not accept or that is `fixed`, and for a wrong value."""
+    """Raise ConfigError for an option that `make` does not accept or that is `fixed`, not for keys `beside` the options, and
+    for a wrong value."""
     accepted = accepted_options(make) - set(fixed)
     for name in options:
         if name not in accepted:
             answer = elsewhere("key", f"{where}.{name}") if "." not in where else ""  # an option of a section
-            raise ConfigError(answer or unknown(f"{where} option", name, accepted))
+            raise ConfigError(answer or unknown(f"{where} option", name, accepted | set(beside)))
     check_values(where, make, options)
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState, Score
 from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
-from rl4llm.core.errors import ConfigError, RewardError, unknown
+from rl4llm.core.errors import ConfigError, RewardError, unknown, unnamed
 from rl4llm.core.schema import check_values
 from rl4llm.core.tables import REWARDS
 from rl4llm.runtime.runner import all_together
@@ -168,8 +168,7 @@ def _key_of(options: dict[str, Any]) -> tuple[str, str | None, float | None]:
     spec = dict(options)
     key, label, success_at = (options.pop(name, None) for name in ("name", "label", "success_at"))
     if not isinstance(key, str):
-        known = ", ".join(REWARDS)
-        raise ConfigError(f"A reward needs 'name', one of: {known} or 'package.module:Thing'; got {spec!r}.")
+        raise ConfigError(unnamed("A reward", spec, REWARDS))
     number = isinstance(success_at, int | float) and not isinstance(success_at, bool)
     if success_at is not None and not (number and math.isfinite(success_at)):
         raise ConfigError(
@@ -245,7 +244,8 @@ def _check_options(key: str, accepted: Mapping[str, inspect.Parameter], options:
         return
     for option in options:
         if option not in accepted:
-            raise ConfigError(unknown(f"An option of reward {key!r}", option, accepted))
+            known = {*accepted, "name", "label", "success_at", "weight"} - {option}
+            raise ConfigError(unknown(f"An option of reward {key!r}", option, known))
     missing = [
         parameter.name
         for parameter in accepted.values()

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar, overload
 
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, unnamed
 from rl4llm.core.schema import accepted_options, check_options, with_options
 from rl4llm.core.tables import TOOLS
 
@@ -136,7 +136,7 @@ def as_toolset(item: Any, provided: Mapping[str, Any] | None = None) -> ToolSet:
     `provided` has objects of the run, such as its sandbox, for classes that have a parameter of that name.
     Raises ConfigError for unknown names and options.
     """
-    item, options = _named(item)
+    given, (item, options) = item, _named(item)
     if inspect.isclass(item) and issubclass(item, ToolSet):
         provided = provided or {}
         wanted = accepted_options(item) - set(options)
@@ -144,7 +144,7 @@ def as_toolset(item: Any, provided: Mapping[str, Any] | None = None) -> ToolSet:
         return with_options(f"env.tools: {item.__name__}", item, options, **given)
     if options or (not callable(item) and not isinstance(item, ToolSet)):
         raise ConfigError(
-            f"env.tools: {item!r} is not accepted. Accepted: a function without options, a ToolSet, or the name of one."
+            f"env.tools: {given!r} is not accepted. Accepted: a function without options, a ToolSet, or the name of one."
         )
     return item if isinstance(item, ToolSet) else Functions(item)
 
@@ -163,7 +163,9 @@ def _named(item: Any) -> tuple[Any, dict[str, Any]]:
     options: dict[str, Any] = {}
     if isinstance(item, Mapping):
         options = {option: value for option, value in item.items() if option != "name"}
-        item = item.get("name")
+        if item.get("name") is None:
+            raise ConfigError(unnamed("env.tools: a tool", item, TOOLS))
+        item = item["name"]
     return TOOLS[item] if isinstance(item, str) else item, options
 
 

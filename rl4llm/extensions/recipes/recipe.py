@@ -148,7 +148,7 @@ def _check(file: Path, given: Any) -> None:
     """Raise ConfigError for an unknown, missing or wrong key."""
     if not isinstance(given, dict):
         raise ConfigError(f"{file} is not accepted. Accepted: YAML with the keys title, learns and others.")
-    check_options(str(file), Recipe, {str(key): value for key, value in given.items()}, fixed=("path",))
+    check_options(str(file), Recipe, {str(key): value for key, value in given.items()}, ("path",), ())
     for key in ("title", "learns", *given):
         if not given.get(key):
             raise ConfigError(
