@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl4llm.runtime.terminal import Terminal, visible
+from rl4llm.tracking.tracker import rounded
 
 Mode = Literal["auto", "plain", "quiet", "verbose"]
 REFRESH_PER_SECOND = 4
@@ -128,7 +129,8 @@ class Console:
             facts = progress.facts() + (progress.details() if self._verbose else [])
             where = f"step {step}/{progress.total_steps}"
             self.note("  ".join([where, *ending, *(f"{label} {text}" for label, text in facts)]))
-        if (step % max(FEWEST, progress.total_steps // SPARKLINES) == 0 or last) and self._encodes(SPARKS):
+        shows = SPARKS.encode(self._encoding, "replace").decode(self._encoding) == SPARKS
+        if shows and (step % max(FEWEST, progress.total_steps // SPARKLINES) == 0 or last):
             self.note(progress.sparkline())
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -169,9 +171,6 @@ class Console:
         for number, line in enumerate([title, *aligned] if title else aligned):
             emphasis = "bold" if number < bool(title) + bool(header) else ""
             self._print(Text(line.rstrip(), style=emphasis))
-
-    def _encodes(self, text: str) -> bool:
-        return text.encode(self._encoding, "replace").decode(self._encoding) == text
 
     def _print(self, text: Text) -> None:
         if self.on_terminal:
@@ -342,7 +341,9 @@ class RunProgress:
         if "reward/mean" not in metrics:
             del names["loss"]  # is among the facts
         shown = [
-            (label, f"{metrics[name]:.3g}") for label, name in names.items() if metrics.get(name) is not None
+            (label, rounded(metrics[name], 3))
+            for label, name in names.items()
+            if metrics.get(name) is not None
         ]
         times = [(name[5:], f"{value:.1f} s") for name, value in metrics.items() if name.startswith("time/")]
         return shown + times

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from rl4llm.runs.run_dir import RunDir
-from rl4llm.tracking.tracker import read_jsonl
+from rl4llm.tracking.tracker import read_jsonl, rounded
 
 SHOWN = (
     "step", "reward/mean", "loss", "eval/accuracy", "eval/loss", "completion_length/mean", "truncated", "kl", "grad_norm",
@@ -56,4 +56,4 @@ class MetricsTable(list[dict[str, Any]]):
 
 
 def _shown(value: float | None) -> str:
-    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
+    return "" if value is None else str(value) if isinstance(value, int) else rounded(value)

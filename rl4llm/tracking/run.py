@@ -29,6 +29,7 @@ from rl4llm.tracking.tracker import (
     Tracker,
     Trackers,
     read_jsonl,
+    rounded,
 )
 from rl4llm.tracking.waiting import Waiting
 
@@ -179,7 +180,8 @@ class RunTracker:
         self._evals.log(step, metrics)
         self._trackers.log(step, {f"eval/{name}": value for name, value in metrics.items()})
         self.console.note(
-            f"held-out at step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            f"held-out at step {step}: "
+            + ", ".join(f"{name} {rounded(value)}" for name, value in metrics.items())
         )
 
     def warn(self, text: str) -> None:

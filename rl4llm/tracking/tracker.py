@@ -229,3 +229,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def rounded(value: float, digits: int = 4) -> str:
+    """Return a number with a few significant digits, and all of those before the point."""
+    return f"{value:.0f}" if 10 ** (digits - 1) <= abs(value) < 1e15 else f"{value:.{digits}g}"

@@ -289,9 +289,11 @@ def _definition(name: str, item: Mapping[str, Any]) -> str:
 def _metrics_table(metrics: Mapping[str, float]) -> Table:
     from rich.table import Table
 
+    from rl4llm.tracking.tracker import rounded
+
     table = Table("metric", "value", title="metrics of all episodes")
     for name, value in metrics.items():
-        table.add_row(name, f"{value:.4g}")
+        table.add_row(name, rounded(value))
     return table
 
 

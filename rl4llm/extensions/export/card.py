@@ -23,7 +23,7 @@ from rl4llm.core.redact import HIDDEN, redacted, redacted_text
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.envs.tools import Functions, as_toolset
 from rl4llm.runs.run_dir import RunDir
-from rl4llm.tracking.tracker import read_jsonl
+from rl4llm.tracking.tracker import read_jsonl, rounded
 
 CARD = "README.md"
 # of a path that begins at the root, or at home
@@ -275,7 +275,7 @@ def _results(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "| held-out set | " + " | ".join(f"step {row['step']}" for row in (rows[0], rows[-1])) + " |"
     yield "|---|---|---|"
     for name in names:
-        yield f"| {name} | {rows[0].get(name, float('nan')):.4g} | {rows[-1][name]:.4g} |"
+        yield f"| {name} | {rounded(rows[0].get(name, float('nan')))} | {rounded(rows[-1][name])} |"
     yield ""
 
 

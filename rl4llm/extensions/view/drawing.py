@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 
 from rl4llm.runtime.terminal import visible
 from rl4llm.tracking.curve import BLUE, GREY, INK, ORANGE, smooth
+from rl4llm.tracking.tracker import rounded
 
 WIDTH, LINE, PANEL, LABELS, GAP = 720, 22, 150, 52, 18  # pixels; LABELS is the room left of a panel
 MOST_POINTS = 300  # that are drawn of a curve
@@ -61,7 +62,7 @@ def _panel(curve: Curve, color: str, place: tuple[float, float, float], total_st
     parts = [_text(left, top - 7, curve.name, color=color, weight="bold")]
     for value in (low, high):
         y = top + (PANEL if value == low else 0)
-        label = f"{value:.0%}" if curve.percent else f"{value:.3g}"
+        label = f"{value:.0%}" if curve.percent else rounded(value, 3)
         parts.append(f'<path d="M{left:.1f} {y}h{width:.1f}" stroke="#E4E4E4"/>')
         parts.append(_text(left - 6, y + 4, label, color=GREY, anchor="end"))
     parts.append(_text(left, top + PANEL + 16, "0", color=GREY, anchor="middle"))

@@ -13,6 +13,7 @@ from typing import Any
 from rl4llm.core.types import TRUNCATED
 from rl4llm.extensions.view.index import COLUMNS
 from rl4llm.tracking.alerts import LARGE
+from rl4llm.tracking.tracker import rounded
 
 Row = Mapping[str, Any]
 
@@ -273,4 +274,4 @@ def _percent(value: float) -> str:
 
 
 def _plain(value: float) -> str:
-    return f"{value:.3g}"
+    return rounded(value, 3)
