@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rl4llm.compose.environments import make_prompts
 from rl4llm.compose.setup import Setup
 from rl4llm.config import Config, by_part
+from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError, SpecialTokenError, TemplateError
 from rl4llm.core.registry import load
@@ -103,6 +104,11 @@ def _load(setup: Setup, source: Any, split: str, limit: int | None) -> Any:
             )
         _check_texts_of(setup)
         return generate(split, limit)
+    return stored_rows(config, source, split, limit, learns_from)
+
+
+def stored_rows(config: Config, source: Any, split: str, limit: int | None, learns_from: LearnsFrom) -> Any:
+    """Load rows as the section `data` describes them."""
     data = config.data
     return load_rows(
         source,

@@ -69,7 +69,7 @@ def test_every_kind_of_run_reports_the_overlap(model_dir, tmp_path, capsys, trai
     assert shown.count("eval: 2 of 3 held-out prompts are also in the training data") == 1
 
 
-def test_an_evaluation_has_no_training_data_to_overlap(model_dir, tmp_path, capsys):
+def test_an_evaluation_compares_with_the_data_that_it_is_given(model_dir, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}+1?", "ground_truth": "2"}) + "\n" for n in range(3)))
     keys = [f"model.path={model_dir}", f"eval.path={file}", "rollout.max_tokens=4"]
@@ -79,3 +79,10 @@ def test_an_evaluation_has_no_training_data_to_overlap(model_dir, tmp_path, caps
     assert main(["eval", str(config), *keys]) == 0
     shown = capsys.readouterr()
     assert "also in the training data" not in shown.out + shown.err
+    training = tmp_path / "training.jsonl"
+    training.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
+    assert main(["eval", str(config), *keys, f"data.path={training}"]) == 0
+    assert "eval: 2 of 3 held-out prompts are also in the training data" in capsys.readouterr().err
+    training.write_text("{}\n")
+    assert main(["eval", str(config), *keys, f"data.path={training}"]) == 0
+    assert "data.path is not compared with eval.path: " in capsys.readouterr().err

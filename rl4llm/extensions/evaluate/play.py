@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -15,13 +16,15 @@ from typing import Any
 from rl4llm.commands.output import say
 from rl4llm.commands.scratch import scratch_of
 from rl4llm.compose import build_algorithm, build_trainer
+from rl4llm.compose.data import stored_rows
 from rl4llm.compose.setup import Given
 from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.tables import GENERATED
 from rl4llm.core.types import Trajectory
+from rl4llm.data.overlap import overlap_warnings
 from rl4llm.envs.mixture import MixedRollout
-from rl4llm.envs.rollout import RolloutResult
+from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.extensions.evaluate.scores import Problem, problems_of
 from rl4llm.runs.checkpoint import Checkpoint, latest_checkpoint
 from rl4llm.runs.run_dir import RunDir
@@ -88,6 +91,8 @@ def evaluate(
     checkpoint = _checkpoint(config) if of_run and given is None else None
     try:
         with _at_work(_only_held_out(config), checkpoint, given) as trainer, _reporting(trainer):
+            if given is None and learns_from == "episodes":
+                _compare_rows(config, trainer.evaluation)
             result = trainer.play_held_out(samples)
             metrics = summarize(result.groups, result.failed)
             step = trainer.step if of_run and given is None else None
@@ -196,6 +201,18 @@ def _only_held_out(config: Config) -> Config:
         return config
     data = replace(config.data, split=config.eval.split, limit=config.eval.limit)
     return replace(config, data=replace(data, path=config.eval.path or config.data.path))
+
+
+def _compare_rows(config: Config, held_out: Rollout | MixedRollout | None) -> None:
+    """Print how many of the held-out prompts are also in training data on this machine, as a run does at its start."""
+    data = config.data
+    if isinstance(held_out, Rollout) and config.eval.path is not None and os.path.exists(data.path or ""):
+        try:
+            rows = stored_rows(config, data.path, data.split, data.limit, "episodes")
+            for line in overlap_warnings(rows, held_out.env.dataset, "eval"):
+                say(line)
+        except DataError as error:
+            say(f"data.path is not compared with eval.path: {error}")
 
 
 def _learns_from(config: Config) -> str:
