@@ -8,7 +8,7 @@ trainer.train()
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -27,7 +27,7 @@ class PolicyTrainer:
     Args:
         model: a Hugging Face directory, a hub name, or a loaded causal LM (then `tokenizer` too); or in `config`.
         dataset: a path, a `datasets.Dataset` or a list of rows with `messages` and `ground_truth`.
-        reward_functions: rewards, registered names, or plain callables ``f(completions, **columns) -> list[float]``.
+        reward_functions: rewards, registered names, or functions ``f(completions, **columns) -> list[float]``; or one.
         eval_dataset: held-out prompts; without it nothing is evaluated.
         env: a subclass of `BaseMDPEnv`, a registered name, or that section of a configuration, ``{"name": "tool",
             "tools": [search]}``; by default a prompt is answered in one turn.
@@ -41,7 +41,7 @@ class PolicyTrainer:
         self,
         model: Any = None,
         dataset: Any = None,
-        reward_functions: Sequence[Any] | None = None,
+        reward_functions: Sequence[Any] | Callable[..., Any] | Mapping[str, Any] | str | None = None,
         *,
         tokenizer: Any = None,
         eval_dataset: Any = None,
@@ -51,6 +51,8 @@ class PolicyTrainer:
         **overrides: Any,
     ):
         _check_model(model, overrides)
+        if callable(reward_functions) or isinstance(reward_functions, str | Mapping):
+            reward_functions = [reward_functions]
         given = Given(
             model=model,
             tokenizer=tokenizer,

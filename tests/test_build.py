@@ -524,6 +524,15 @@ def test_an_environment_that_rewards_no_turns_needs_a_reward(model_dir, tmp_path
         GRPOTrainer(str(model_dir), ROWS, env=Plain, output={"dir": str(tmp_path / "run")}, rollout=SMALL)
 
 
+@pytest.mark.parametrize(
+    "reward", ["math", {"name": "math"}, lambda completions: [0.0] * len(completions), Vowels()]
+)
+def test_single_reward_needs_no_list(model_dir, tmp_path, reward):
+    keys = {"output": {"dir": str(tmp_path / "run")}, "rollout": SMALL, "eval": {"every": 0}}
+    with GRPOTrainer(str(model_dir), ROWS, reward, **keys).trainer as made:
+        assert len(made.rollout.env.reward_functions) == 1
+
+
 def test_a_curriculum_needs_a_reward_that_defines_success(model_dir, tmp_path):
     rows = [row | {"level": number % 2} for number, row in enumerate(ROWS)]
     keys = {"output": {"dir": str(tmp_path / "run")}, "rollout": SMALL, "curriculum": "level"}

@@ -229,6 +229,10 @@ class BaseMDPEnv(Player):
             )
 
     def _check_rewards(self, where: str) -> None:
+        if wrong := [one for one in self.reward_functions if not isinstance(one, BaseRewardFunction)]:
+            raise ConfigError(
+                f"{where}: {wrong[0]!r:.99} is not a reward. Next: rl4llm.rewards.as_reward_function(it)."
+            )
         names = [reward.name for reward in self.reward_functions]
         if not names and not self._has_code_outside("rl4llm.core.", "rl4llm.envs."):
             raise ConfigError(

@@ -49,6 +49,13 @@ class ThreeTurns(BaseMDPEnv):
         return [ChatMessage("tool", f"result {sample.current_step}")]
 
 
+@pytest.mark.parametrize("reward", [lambda completions: [1.0], Length, "math", None])
+def test_environment_refuses_what_is_not_a_reward(reward):
+    with pytest.raises(ConfigError, match=r"BaseMDPEnv: .* is not a reward\. Next: .*as_reward_function"):
+        BaseMDPEnv(dataset(), None, [Length(), reward])
+    assert [one.name for one in BaseMDPEnv(dataset(), None, iter([Length()])).reward_functions] == ["length"]
+
+
 def dataset(size=2):
     return [
         {
