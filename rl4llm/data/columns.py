@@ -67,19 +67,21 @@ def columns_key(row: Mapping[str, Any], own: Sequence[str]) -> str:
     return json.dumps([tools, args], default=str) if tools or args else ""
 
 
-def messages_in(stored: Any, where: str) -> Any:
+def messages_in(stored: Any, where: str, *, only: bool = False) -> Any:
     """Return the messages in a text, which JSON or Python wrote; anything else stays as it is.
+
+    Where the text can be nothing else, so `only` messages, any list in it is returned.
 
     Raises DataError, with `where` it is, for a text that is neither but looks like messages, such as a printed array.
     """
-    if not isinstance(stored, str) or not _LIST.fullmatch(stored):
+    if not isinstance(stored, str) or not (only or _LIST.fullmatch(stored)):
         return stored
     for read in (json.loads, ast.literal_eval):
         try:
             value = read(stored.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        return value if isinstance(value, list) and all(map(_says, value)) else stored
+        return value if isinstance(value, list) and (only or all(map(_says, value))) else stored
     if not _PRINTED.search(stored):
         return stored
     raise DataError(

@@ -9,7 +9,6 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -316,10 +315,7 @@ def conversation(where: str, column: str, stored: Any, picture: ReadPicture | No
 
     `picture` reads the images of their parts, which are refused without it.
     """
-    stored = messages_in(stored, f"{where}: {column}")
-    if isinstance(stored, str) and stored.lstrip().startswith("["):  # each fault of the list is named
-        with suppress(ValueError, RecursionError):
-            stored = json.loads(stored)
+    stored = messages_in(stored, f"{where}: {column}", only=True)  # each fault of the list is named
     if not isinstance(stored, list | tuple) or not all(isinstance(message, Mapping) for message in stored):
         raise DataError(
             f"{where}: {column} must be a list of messages {{'role': ..., 'content': ...}}, not {stored!r:.60}."

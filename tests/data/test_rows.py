@@ -517,6 +517,9 @@ def test_a_conversation_may_be_stored_as_json_text():
     assert row["messages"] == [ASKED, SAID]
     with pytest.raises(DataError, match="messages must be a list of messages"):
         load_rows([{"messages": "[a"}], learns_from="demonstrations")
+    for write in (json.dumps, repr):
+        with pytest.raises(DataError, match=r"message 2 of messages: .* no content"):
+            load_rows([{"messages": write([ASKED, {"role": "assistant"}])}], learns_from="demonstrations")
 
 
 # --- pairs of strings
