@@ -218,6 +218,12 @@ def _check(model: PreTrainedModel, rank: int) -> None:
         raise ConfigError(
             f"model.lora.rank={rank} is not accepted for an adapter. Accepted: 1 or above, usually 8 to 64."
         )
+    widest = max((min(layer.weight.shape) for layer in _inner_layers(model).values()), default=rank)
+    if rank > widest:
+        raise ConfigError(
+            f"model.lora.rank={rank} is not accepted. Accepted: at most {widest}, the width of this model's layers, usually "
+            "8 to 64. Next: to train all weights, leave out model.lora."
+        )
     refuse_adapted(model)
 
 

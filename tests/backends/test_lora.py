@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl4llm.backends.heads import ValueHead
-from rl4llm.backends.lora import FrozenModel, add_adapter
+from rl4llm.backends.lora import FrozenModel, _inner_layers, add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
@@ -250,6 +250,10 @@ def test_what_cannot_be_adapted_is_refused_with_what_can(build, tmp_path):
             adapted(build(), targets=targets)
     with pytest.raises(ConfigError, match=r"model\.lora\.rank=0"):
         adapted(build(), rank=0)
+    widest = max(min(layer.weight.shape) for layer in _inner_layers(build()).values())
+    with pytest.raises(ConfigError, match=rf"model\.lora\.rank={widest + 1} .* at most {widest}"):
+        adapted(build(), rank=widest + 1)
+    adapted(build(), rank=widest)
     backend = adapted(build())
     with pytest.raises(ModelError, match="has a PEFT adapter"):
         add_adapter(copy.deepcopy(backend.model), rank=4)

@@ -431,6 +431,11 @@ def test_requests_that_cannot_be_served_are_refused_by_name(server, client):
         (lambda: client.model(7, base_model="other"), "user", "--model other=DIRECTORY"),
         (lambda: client.model(8, train_mlp=False, train_attn=False), "user", "nothing would train"),
         (lambda: client.model(9, rank=-1), "user", "lora_config.rank=-1 is not accepted"),
+        (
+            lambda: client.model(12, rank=10**6),
+            "user",
+            "lora.rank=1000000 is not accepted. Accepted: at most",
+        ),
         (lambda: client.model(10, train_mlp="no"), "user", "lora_config.train_mlp='no' is not accepted"),
         (
             lambda: client.do("optim_step", model_id=model, seq_id=1, optimizer_params={"type": "dimuon"}),
