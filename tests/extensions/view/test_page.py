@@ -111,9 +111,10 @@ def test_a_link_stays_that_of_its_episode_as_the_run_grows(browser, tokenizer, t
     with served(run) as url:
         browser.open(url)
         list_episodes(browser)
-        browser.press("j", "Enter")
+        browser.press("j", "j", "j", "Enter")  # not the first line of its file
         browser.until("document.querySelector('.tokens')")
         link, title = browser.value("location.hash"), browser.text("h1")
+        assert title == "Step 1, prompt 1-0 sample 2"
         browser.call("Page.navigate", url="about:blank")
     write_step(EpisodeLog(run / "episodes", resume_step=1), tokenizer, 2)  # which is read first
     export(find_runs([run]), report)
