@@ -27,6 +27,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from models import on_gpu
 from peer import parser_of
 
 RECOMPUTED = {"algorithm.old_logprobs": "recomputed"}
@@ -80,12 +81,6 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "method": {name: {"algorithm.name": name} for name in ("dapo", "dr_grpo", "rloo", "gspo", "cispo", "remax", "ppo")},
     "dtype": {"bfloat16": {"model.dtype": "bfloat16"}, "bfloat16, 1e-6": {"model.dtype": "bfloat16", "training.lr": 1e-6}},
 }  # fmt: skip
-
-
-def on_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 @cache
