@@ -75,7 +75,7 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
         )
     _check_mixture(config, given, needs.learns_from)
     for name, part in by_part(config).items():
-        in_part(name, _check_texts, part)
+        in_part(name, _check_slips, part)
         # Hosts have their own environments and rewards.
         hosted = part.env.get("remote") or config.launch.env_hosts
         in_part(name, *((check_values, "env", EnvKeys, part.env) if hosted else (_check_part, part, given)))
@@ -188,7 +188,7 @@ def in_part(name: str, function: Callable[..., T], *args: Any) -> T:
         raise type(error)(f"parts.{name}: {error}") from error
 
 
-def _check_texts(part: Config) -> None:
+def _check_slips(part: Config) -> None:
     """Raise ConfigError for a text that no user means as it is: an empty stop, an escape sequence, the name of a file."""
     for stop in part.rollout.stop:
         if not stop or re.fullmatch(r"(\\[nrt])+", stop):

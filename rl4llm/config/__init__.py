@@ -254,7 +254,7 @@ def _merge(config: DictConfig, given: dict[str, Any]) -> DictConfig:
         if isinstance(value, Mapping) and takes(annotation_of(name), list):
             raise ConfigError(refusal(name, value, annotation_of(name)))
     _check_keys(flatten(given), config)
-    _check_texts(flatten(given))
+    _check_text_keys(flatten(given))
     try:
         layer = OmegaConf.create(given)
         merged = OmegaConf.merge(config, layer)
@@ -271,7 +271,7 @@ def _merge(config: DictConfig, given: dict[str, Any]) -> DictConfig:
     return merged
 
 
-def _check_texts(given: Mapping[str, Any]) -> None:
+def _check_text_keys(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for a value of Python in a key for text that is not one, and for a text where null was meant."""
     for key, value in given.items():
         hint = annotation_of(key)
