@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -45,9 +44,9 @@ def application(service: Service, key: str) -> web.Application:
     app.router.add_post("/api/v1/retrieve_future", _retrieve_future)
     app.router.add_post("/api/v1/sessions/{session_id}/finish", _finish)
     app.router.add_delete("/api/v1/training_runs/{run}/checkpoints/{kind}/{name}", _delete)
-    app.router.add_post("/api/v1/client/config", _client_config)
-    app.router.add_get("/api/v1/get_server_capabilities", _capabilities)
-    app.router.add_get("/api/v1/healthz", _healthz)
+    app.router.add_post("/api/v1/client/config", _always(lambda: {"pjwt_auth_enabled": False}))
+    app.router.add_get("/api/v1/get_server_capabilities", _always(service.capabilities))
+    app.router.add_get("/api/v1/healthz", _always(lambda: {"status": "ok"}))
     return app
 
 
@@ -132,16 +131,13 @@ async def _delete(request: web.Request) -> web.Response:
     return web.Response(status=204)
 
 
-async def _client_config(request: web.Request) -> web.Response:
-    return web.json_response({"pjwt_auth_enabled": False})
+def _always(answer: Callable[[], Mapping[str, Any]]) -> Handler:
+    """Return the handler of requests whose content does not matter."""
 
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response(answer())
 
-async def _capabilities(request: web.Request) -> web.Response:
-    return web.json_response(request.app[SERVICE].capabilities())
-
-
-async def _healthz(request: web.Request) -> web.Response:
-    return web.Response(body=json.dumps({"status": "ok"}), content_type="application/json")
+    return handler
 
 
 async def _tidying(app: web.Application) -> AsyncIterator[None]:

@@ -304,13 +304,14 @@ class Service:
         request_id = f"{model_id}:{seq_id}"
         if request_id not in self._promises:
             promise = Promise(model_id.partition(":")[0], binary)
-            self._orders[model_id].add(seq_id, partial(self._with_model, model_id, job), promise.outcome)
+
+            def checked() -> bytes:
+                self._check(model_id, self._models, "model")
+                return job()
+
+            self._orders[model_id].add(seq_id, checked, promise.outcome)
             self._promises[request_id] = promise
         return {"request_id": request_id, "model_id": model_id}
-
-    def _with_model(self, model_id: str, job: Job) -> bytes:
-        self._check(model_id, self._models, "model")
-        return job()
 
     def _promise(self, request_id: str, session_id: str, *, binary: bool = False) -> Promise:
         promise = self._promises[request_id] = Promise(session_id, binary)

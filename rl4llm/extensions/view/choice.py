@@ -8,7 +8,7 @@ from typing import Any
 
 from rl4llm.extensions.view.index import COLUMNS
 
-FILE, PROMPT, ROLE = (COLUMNS.index(name) for name in ("file", "prompt", "role"))
+FILE, PROMPT, ROLE, REWARD = (COLUMNS.index(name) for name in ("file", "prompt", "role", "reward"))
 
 
 def choose(rows: Sequence[Sequence[Any]], wanted: Iterable[int], most: int) -> Iterator[int]:
@@ -40,7 +40,10 @@ def _spread(rows: Sequence[Sequence[Any]]) -> Iterator[int]:
     for number, row in enumerate(rows):
         groups[row[FILE]][(row[PROMPT], row[ROLE])].append(number)
     by_step = sorted(groups, key=lambda file: (rows[_first(groups[file])][COLUMNS.index("step")] or 0, file))
-    ordered = [sorted(groups[file].values(), key=lambda own: _equal(rows, own)) for file in _halving(by_step)]
+    ordered = [
+        sorted(groups[file].values(), key=lambda own: len({rows[number][REWARD] for number in own}) == 1)
+        for file in _halving(by_step)
+    ]
     for turn in range(max(map(len, ordered), default=0)):
         for own in ordered:
             if turn < len(own):
@@ -49,10 +52,6 @@ def _spread(rows: Sequence[Sequence[Any]]) -> Iterator[int]:
 
 def _first(own: dict[tuple[Any, Any], list[int]]) -> int:
     return next(iter(own.values()))[0]
-
-
-def _equal(rows: Sequence[Sequence[Any]], numbers: Sequence[int]) -> bool:
-    return len({rows[number][COLUMNS.index("reward")] for number in numbers}) == 1
 
 
 def _halving(items: Sequence[Any]) -> Iterator[Any]:

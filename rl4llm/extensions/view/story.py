@@ -167,7 +167,9 @@ def _typical(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
         )
         which = "the same prompt" if early["prompt"] == late["prompt"] else "another prompt"
         yield late, f"{which}, {_where(late)}: reward {_plain(late['reward'])}"
-    wrong = [row for row in _last_evaluation(rows) if row["reward"] == lowest < highest]
+    evaluated = [row for row in rows if row["set"] == "eval" and isinstance(row["step"], int)]
+    last = max((row["step"] for row in evaluated), default=None)
+    wrong = [row for row in evaluated if row["step"] == last and row["reward"] == lowest < highest]
     if wrong:
         yield wrong[0], f"still wrong, {_where(wrong[0])}"
     mixed = _mixed(rows)
@@ -216,12 +218,6 @@ def _mixed(rows: Sequence[Row]) -> list[Row]:
         key=lambda own: (own[0]["step"], statistics.pstdev(row["reward"] for row in own)),
         default=[],
     )
-
-
-def _last_evaluation(rows: Sequence[Row]) -> list[Row]:
-    own = [row for row in rows if row["set"] == "eval" and isinstance(row["step"], int)]
-    step = max((row["step"] for row in own), default=None)
-    return [row for row in own if row["step"] == step]
 
 
 def _suspects(listed: Sequence[Row], scored: Sequence[Row]) -> Iterator[tuple[Row, str]]:

@@ -42,7 +42,11 @@ def odd(question: str, answer: str) -> str:
     answer = answer[:SEEN]
     if not answer.strip():
         return "empty"
-    if any(character == "\ufffd" or _unprintable(character) for character in answer):
+    strange = (character for character in answer if not character.isascii())
+    if any(
+        character == "\ufffd" or unicodedata.category(character) in ("Co", "Cn", "Cs")
+        for character in strange
+    ):
         return "broken characters"
     words = answer.split()
     phrases = [*zip(*(words[start:] for start in range(WORDS)), strict=False)]
@@ -55,10 +59,6 @@ def odd(question: str, answer: str) -> str:
     if question.isascii() and foreign > FOREIGN * max(len(letters), 10):
         return "another script than the question"
     return ""
-
-
-def _unprintable(character: str) -> bool:
-    return not character.isascii() and unicodedata.category(character) in ("Co", "Cn", "Cs")
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -69,7 +69,10 @@ def show(
     device = window.positions_BS.device
     axes = next(item.axes.shape[1] for item in seen if item is not None)
     if axes > 1:
-        each = [_positions(start, window.count, axes, item) for start, item in rows]
+        texts = np.repeat(np.arange(window.count)[:, None], axes, 1)  # without images all axes are alike
+        each = [
+            start + texts if item is None else item.positions(start, window.count) for start, item in rows
+        ]
         window.axes_ABS = torch.from_numpy(np.stack(each)).permute(2, 0, 1).contiguous().to(device)
     begins: dict[Image, int] = {}
     features = np.full((len(rows), window.count), -1)
@@ -90,12 +93,6 @@ def window_of(make: Callable[[], Window], starts: Sequence[int], seen: Sequence[
     window = make()
     show(window, starts, seen, [])
     return window
-
-
-def _positions(start: int, count: int, axes: int, seen: Seen | None) -> Ints:
-    if seen is not None:
-        return seen.positions(start, count)
-    return np.repeat(np.arange(start, start + count)[:, None], axes, 1)
 
 
 def _parts(start: int, count: int, seen: Seen | None) -> Iterator[tuple[ImagePlace, int, int]]:
