@@ -2,6 +2,7 @@
 
 import csv
 import json
+from decimal import Decimal
 
 import datasets
 import pytest
@@ -9,6 +10,7 @@ from sweeps import sampled
 
 from rl4llm.cli import main
 from rl4llm.compose import build_trainer
+from rl4llm.compose.environments import readable_rows
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError, DataError
@@ -209,6 +211,17 @@ def test_a_missing_number_is_no_ground_truth(reward, model_dir, tmp_path):
         built(model_dir, tmp_path, [reward], rows)
     with built(model_dir, tmp_path, [reward], rows, **{"data.bad_rows": "skip"}) as trainer:
         assert [row["ground_truth"] for row in trainer.rollout.env.dataset] == [10**400]
+
+
+@pytest.mark.parametrize("nothing", [float("nan"), Decimal("NaN")], ids=repr)
+def test_number_that_is_missing_is_left_out_in_memory(nothing):
+    rows = load_rows(
+        [{"prompt": "1+1?", "ground_truth": Decimal(2)}, {"prompt": "2+2?", "ground_truth": nothing}]
+    )
+    rewards = [as_reward_function(by_truth)]
+    with pytest.raises(DataError, match=r"dataset\[1\].* the ground truth is NaN, a missing value"):
+        readable_rows(rows, rewards, skip=False)
+    assert [row["ground_truth"] for row in readable_rows(rows, rewards, skip=True)] == [2]
 
 
 def test_a_function_of_columns_gets_no_empty_ground_truth():

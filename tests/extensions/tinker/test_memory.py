@@ -10,6 +10,8 @@ import pytest
 import torch
 from tinker_client import Client, Refused, served_here
 
+from rl4llm.extensions.tinker.messages import Datum
+from rl4llm.extensions.tinker.models import _parts
 from rl4llm.extensions.tinker.turns import JobWorker
 from rl4llm.inference.local import MAX_ROWS
 
@@ -18,6 +20,13 @@ from rl4llm.inference.local import MAX_ROWS
 def server(model_dir, tmp_path):
     with served_here(model_dir, tmp_path) as found:
         yield found
+
+
+def test_pass_has_at_most_512_tokens_with_its_padding():
+    lengths = [100, 200, 56, 256, 256, 1, 600, *[171] * 3, *[64] * 9]
+    passes = list(_parts([Datum(torch.zeros(length), {}) for length in lengths]))
+    sizes = [[len(datum.tokens) for datum in part] for part in passes]
+    assert sizes == [[100, 200], [56, 256], [256, 1], [600], [171, 171], [171, 64], [64] * 8]
 
 
 def test_a_closed_session_frees_what_only_it_used(server):

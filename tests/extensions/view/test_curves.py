@@ -2,11 +2,13 @@
 
 import csv
 import json
+import re
 import time
 
 import pytest
 from extensions.view.runs import write_run
 from extensions.view.serving import served
+from extensions.view.test_terminal import printed
 
 from rl4llm.extensions.view.export import export
 from rl4llm.extensions.view.run import find_runs
@@ -94,6 +96,19 @@ def test_metrics_of_another_program_are_on_top(browser, tmp_path):
         assert browser.value(drawn) == ["env/all/reward/total", "test/nll"]
         assert browser.text("details.family summary").startswith("flat or noisy")
         browser.call("Page.navigate", url="about:blank")
+
+
+def test_held_out_reward_is_among_the_first_charts(browser, tmp_path):
+    names = ("zebra", "reward/mean", "eval/reward/mean", "eval/accuracy")
+    rows = [{"step": step} | {name: step**power for power, name in enumerate(names, 1)} for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with served(tmp_path) as url:
+        browser.open(url)
+        drawn = "[...document.querySelectorAll('section > .charts .chart[data-metric]')].map(e => e.dataset.metric)"
+        assert browser.value(drawn) == ["eval/accuracy", "eval/reward/mean", "reward/mean"]
+        browser.call("Page.navigate", url="about:blank")
+    titles = re.findall(r"\S+/\S+(?=, )", printed(tmp_path))
+    assert titles[:3] == ["eval/accuracy", "eval/reward/mean", "reward/mean"]
 
 
 def test_an_axis_that_no_run_has_cannot_be_chosen(browser, tokenizer, tmp_path):
