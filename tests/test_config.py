@@ -58,6 +58,8 @@ def test_every_configuration_file_is_valid(path):
         ),
         ("output.dir=$NOT_SET/x", "output.dir='$NOT_SET/x': $NOT_SET is not set or unknown on this machine"),
         ("output.dir=~nobody-here/x", "~nobody-here is not set or unknown on this machine"),
+        ("output.dir=$NOTHING", "output.dir='' is not a path. Next: write one"),
+        ("eval.path=${oc.env:NOTHING}", "eval.path='' is not a path. Next: write one"),
         ("max_steps", "'max_steps' is not an override"),
         ("output.dir=s3://bucket/run", "output.dir='s3://bucket/run' is an address, not a path."),
         (
@@ -67,16 +69,17 @@ def test_every_configuration_file_is_valid(path):
         ("curriculum=none", "Did you mean null?"),
     ],
 )
-def test_a_wrong_override_is_refused_with_what_would_be_right(override, message):
+def test_a_wrong_override_is_refused_with_what_would_be_right(override, message, monkeypatch):
+    monkeypatch.setenv("NOTHING", "")
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=[*NEEDED, override])
     assert message in str(caught.value)
 
 
 def test_options_of_a_users_class_may_be_addresses_and_none():
-    option = "env={name: stepped, task: 'mine:Shop', cache: 'redis://host/0', mode: none}"
+    option = "env={name: stepped, task: 'mine:Shop', cache: 'redis://host/0', config: none}"
     env = load_config(overrides=[*NEEDED, option]).env
-    assert (env["cache"], env["mode"]) == ("redis://host/0", "none")
+    assert (env["cache"], env["config"]) == ("redis://host/0", "none")
 
 
 @pytest.mark.parametrize("preset", sorted((CONFIGS / "presets").glob("*.yaml")), ids=lambda path: path.name)

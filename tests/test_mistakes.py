@@ -130,7 +130,7 @@ data.answer_pattern=(                              | is not a regular expression
 "data.prompt_template='Solve:'"                    | has no {prompt}, the place of the prompt
 data.limit=0                                       | data.limit=0 is not accepted: a whole number, 1 or above, or null
 data.bad_rows=truncate                             | data.bad_rows='truncate' is not accepted: stop or skip
-output.dir=none                                    | output.dir='none' is not a path. Next: leave the key out for its default
+output.dir=none                                    | output.dir='none' is not a path. Next: write one
 output.dir=null                                    | output.dir=None is not accepted: a string. Set a value
 "output.dir=''"                                    | output.dir='' is not a path
 "model.path='Null'"                                | model.path='Null' is not a path

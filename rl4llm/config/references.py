@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, ValidationError
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import HIDDEN, is_secret_name, redacted
@@ -21,7 +21,7 @@ References = dict[Path, tuple[str, Any]]
 PATH_KEY = re.compile(r"(.+_)?(path|dir|ca)|cache|config|corpus")
 """Names of keys and options for paths, in which ``~`` and ``$NAME`` are expanded."""
 
-OWN = [["model"], ["data"], ["eval"], ["output"]]
+OWN = [["model"], ["data"], ["eval"], ["output"], ["sync"]]
 """Sections whose paths this machine opens; a class of the user may take addresses."""
 
 VARIABLE = re.compile(r"oc\.env:\s*([^,}\s]+)")
@@ -40,14 +40,22 @@ def expand_paths(merged: DictConfig) -> None:
     """Expand ``~`` and ``$NAME`` in the values of `PATH_KEY`. Raise ConfigError for unset variables, Windows paths, URLs."""
     for path, text in _leaves(OmegaConf.to_container(merged)):
         if isinstance(text, str) and PATH_KEY.fullmatch(str(path[-1])):
-            _holder(merged, path)[path[-1]] = _expanded(".".join(map(str, path)), text)
+            key, holder = ".".join(map(str, path)), _holder(merged, path)
+            holder[path[-1]] = _expanded(key, text)
+            with contextlib.suppress(OmegaConfBaseException):  # reading the configuration says what is wrong
+                _check_named(key, holder[path[-1]])
+
+
+def _check_named(key: str, found: Any) -> None:
+    """Raise ConfigError for a path of ours that has no name, or that of nothing; a class of the user may take one."""
+    ours = key.split(".")[-2:-1] in OWN or key.endswith(("_path", "_dir"))
+    if ours and isinstance(found, str) and found.strip().lower() in ("", "none", "null"):
+        raise ConfigError(
+            f"{key}={found!r} is not a path. Next: write one, ./NAME for such a name, or leave the key out."
+        )
 
 
 def _expanded(key: str, text: str) -> str:
-    if text.strip().lower() in ("", "none", "null"):
-        raise ConfigError(
-            f"{key}={text!r} is not a path. Next: leave the key out for its default, or write ./NAME for such a name."
-        )
     if re.match(r"[A-Za-z]:[\\/\w]", text) and os.name == "posix":
         drive, rest = text[0].lower(), text[2:].replace("\\", "/").lstrip("/")
         raise ConfigError(
