@@ -66,11 +66,11 @@ class DirectoryLock:
         self._file.close()
 
     def _acquire(self) -> None:
-        """Take the lock; wait a moment for one whose owner is dead or has not signed yet."""
-        deadline = time.monotonic() + PATIENCE_S
+        """Take the lock; wait a moment for a viewer, and for one whose owner is dead or has not signed yet."""
+        began = time.monotonic()
         while not self._taken():
             owner = _owner(self.path)
-            if owner or time.monotonic() > deadline:
+            if time.monotonic() - began > (0.1 if owner else PATIENCE_S):
                 raise RunDirError(
                     f"{self.path.parent} is in use by {owner or f'another process; {self.path} does not say which'}. "
                     "Next: stop that process, or choose another output.dir."

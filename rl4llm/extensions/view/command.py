@@ -26,7 +26,9 @@ def add(commands: Any) -> None:
     )
     about = "show runs in a browser: curves, configurations, episodes token by token"
     command = add_command(commands, "view", run, about, examples)
-    command.add_argument("runs", nargs="+", metavar="RUN", help="output.dir of a run, or a directory of runs")
+    command.add_argument(
+        "runs", nargs="+", metavar="RUN", help="output.dir of a run, or a directory above runs"
+    )
     add_address(command)
     instead = command.add_mutually_exclusive_group()
     instead.add_argument("--export", metavar="FILE", help="write everything into one HTML file instead")

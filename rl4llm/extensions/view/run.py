@@ -170,7 +170,7 @@ def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[ViewedRun]:
 
     Raises RunDirError for a path that is neither.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not (runs := _runs_below(path, DEEPEST)):
             what = "is not a directory" if path.exists() else "does not exist"
@@ -178,8 +178,10 @@ def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[ViewedRun]:
             raise RunDirError(
                 f"{str(path)!r} {what}. Accepted: output.dir of a run, or a directory of runs, such as runs/."
             )
-        found |= dict.fromkeys(runs)
-    return [ViewedRun(path, name) for path, name in zip(found, _names(list(found)), strict=True)]
+        for run in runs:
+            found.setdefault(run.resolve(), run)
+    each = list(found.values())
+    return [ViewedRun(path, name) for path, name in zip(each, _names(each), strict=True)]
 
 
 def _is_run(path: Path) -> bool:
@@ -191,13 +193,18 @@ def _is_run(path: Path) -> bool:
 
 
 def _runs_below(path: Path, levels: int) -> list[Path]:
-    """Return the run at a path, or else those in its directories, at most `levels` below it."""
+    """Return the run at a path, or else those in its directories, at most `levels` below it.
+
+    Only the links in the first directory are followed, since others may lead back.
+    """
     if _is_run(path) or not levels:
         return [path] * _is_run(path)
     try:
-        children = sorted(child for child in path.iterdir() if child.is_dir())
+        children = sorted(child for child in path.iterdir() if child.is_dir() and child.name[0] != ".")
     except OSError:
         return []
+    if levels < DEEPEST:
+        children = [child for child in children if not child.is_symlink()]
     return [run for child in children for run in _runs_below(child, levels - 1)]
 
 

@@ -28,6 +28,8 @@ def test_runs_of_a_recipe_are_found_from_each_directory_above(tmp_path):
     seeds = [tmp_path / "runs/recipes/sums/full" / f"seed-{seed}" / "run" for seed in (0, 1)]
     for run in seeds:
         (run / "episodes/run/episodes").mkdir(parents=True)  # nothing inside a run is another run
+    (tmp_path / ".old/run/episodes").mkdir(parents=True)
+    (tmp_path / "runs/recipes/all").symlink_to(tmp_path / "runs")
     for above in [*seeds[0].parents][1:5]:
         assert [run.path for run in find_runs([above])] == seeds, above
 
