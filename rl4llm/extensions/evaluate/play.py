@@ -211,7 +211,7 @@ def _compare_rows(config: Config, held_out: Rollout | MixedRollout | None) -> No
             rows = stored_rows(config, data.path, data.split, data.limit, "episodes")
             for line in overlap_warnings(rows, held_out.env.dataset, "eval"):
                 say(line)
-        except DataError as error:
+        except (ConfigError, DataError, OSError) as error:
             say(f"data.path is not compared with eval.path: {error}")
 
 
