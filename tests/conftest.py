@@ -34,7 +34,7 @@ TEXTS = [
 LONGEST = (
     "test_real_model", "test_tutorial", "test_verifiers_v0", "test_sglang", "test_moe", "test_rank_kills",
     "test_docs_commands", "test_vllm", "test_sglang_images", "test_router", "test_vllm_images", "test_deepspeed", "test_cli",
-    "test_image_training", "test_recipes", "test_extensions", "test_ranks", "test_quickstart", "test_plan",
+    "test_image_training", "test_recipes", "test_extensions", "test_ranks", "test_quickstart", "test_nodes", "test_plan",
     "test_launch_ranks", "test_learning", "test_types", "test_verifiers", "test_launch_on", "test_loop",
     "test_plan_images", "test_launchers", "test_remote_training", "test_examples", "test_training", "test_abuse",
     "test_attacker", "test_wheel", "test_example_package",
