@@ -24,7 +24,7 @@ def main(method: str, *keys: str, given: Sequence[str] | None = None) -> int:
     arguments = _parser(method).parse_args(given)
     file = arguments.config_file
     try:
-        named = load_config(file, ["model.path=none"]).algorithm["name"]
+        named = load_config(file, ["model.path=unused"]).algorithm["name"]
         if named != method:
             raise ConfigError(
                 f"{file} has algorithm.name={named}, but this script trains with {method}. Next: "

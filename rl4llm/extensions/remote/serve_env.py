@@ -76,7 +76,7 @@ def _sandbox(overrides: Sequence[str]) -> Callable[[], Any]:
         raise ConfigError(
             f"{wrong[0]!r} is not accepted. Accepted: keys of the section `sandbox`, such as sandbox.slots=4."
         )
-    config = load_config(overrides=["model.path=none", *overrides])
+    config = load_config(overrides=["model.path=unused", *overrides])
     if overrides:
         build_sandbox(config).close()  # starts nothing, but refuses an invalid configuration
     return partial(build_sandbox, config)

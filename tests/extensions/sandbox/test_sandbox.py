@@ -343,7 +343,7 @@ def test_a_run_that_waits_for_a_slot_gets_it(sandbox):
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_configuration_decides_about_loopback(asked):
-    config = load_config(overrides=["model.path=none", f"sandbox.loopback={str(asked).lower()}"])
+    config = load_config(overrides=["model.path=unused", f"sandbox.loopback={str(asked).lower()}"])
     assert build_sandbox(config).loopback is asked
 
 
