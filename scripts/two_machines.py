@@ -25,7 +25,7 @@ from rl4llm.runtime.supervise import supervised
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = {"trainer": (0, 1), "server": (0, 1, 1), "router": (0,), "env": (1,)}  # on which machine each is
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
-SECOND = (1, 2)  # servers on the second machine, of which one runs except while they change places
+SECOND = (1, 2)  # servers on the second machine: one of them runs, except while they change places
 CANARY = 4  # requests of the two trainers by which a server proves its weights, at each publish
 BOOT_S, STEP_S, CHANGE_S = 900.0, 900.0, 120.0
 GRACE_S = 120.0

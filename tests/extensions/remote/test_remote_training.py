@@ -5,7 +5,8 @@ import re
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -142,19 +143,35 @@ def test_hosted_debate_has_the_opponents_of_its_configuration(model_dir, tmp_pat
         assert any("debate: opened by a trainer" in line for line in host.said)
 
 
+@contextmanager
+def words_of_children(pid):
+    """Collect the words of the commands of a process's children until the end: they may end with what they were for."""
+    shown, ended = set(), threading.Event()
+
+    def look():
+        while not ended.wait(0.05):
+            for process in psutil.Process(pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    shown.update(process.cmdline())
+
+    with ThreadPoolExecutor() as pool:
+        looked = pool.submit(look)
+        try:
+            yield shown
+        finally:
+            ended.set()
+        looked.result()
+
+
 def test_a_token_stays_out_of_what_is_shown(model_dir, tmp_path, capfd, monkeypatch, start):
     monkeypatch.setenv("RL4LLM_ENV_TOKEN", "open sesame vqxwzk")
     host = start("tool")
     rewards = (
         "rewards=[math, {name: length, unit: chars, max_length: 1, margin: 40}]"  # `math` starts processes
     )
-    train(model_dir, tmp_path / "run", f"env.remote={host.address}", "max_steps=1", rewards)
+    with words_of_children(host.process.pid) as shown:
+        train(model_dir, tmp_path / "run", f"env.remote={host.address}", "max_steps=1", rewards)
     assert "for trainers with the same token" in host.said[0]
-    processes = psutil.Process(host.process.pid).children(recursive=True)
-    shown = []
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):  # it has ended
-            shown += process.cmdline()
     assert shown and "vqxwzk" not in " ".join(shown)
     host.end()
     told = capfd.readouterr()
