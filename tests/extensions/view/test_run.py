@@ -28,10 +28,18 @@ def test_runs_of_a_recipe_are_found_from_each_directory_above(tmp_path):
     seeds = [tmp_path / "runs/recipes/sums/full" / f"seed-{seed}" / "run" for seed in (0, 1)]
     for run in seeds:
         (run / "episodes/run/episodes").mkdir(parents=True)  # nothing inside a run is another run
-    (tmp_path / ".old/run/episodes").mkdir(parents=True)
-    (tmp_path / "runs/recipes/all").symlink_to(tmp_path / "runs")
     for above in [*seeds[0].parents][1:5]:
         assert [run.path for run in find_runs([above])] == seeds, above
+
+
+def test_links_give_a_run_once_and_hidden_runs_are_not_shown(tmp_path):
+    own, other = tmp_path / "runs/sums/own", tmp_path / "elsewhere/run"
+    for run in (own, other, tmp_path / "runs/sums/.old"):
+        (run / "episodes").mkdir(parents=True)
+    (tmp_path / "runs/sums/same").symlink_to(own)
+    (tmp_path / "runs/sums/to_other").symlink_to(other.parent)
+    assert [run.path.resolve() for run in find_runs([tmp_path / "runs/sums"])] == [own, other]
+    assert [run.path for run in find_runs([tmp_path / "runs"])] == [own]  # a link below may lead back
 
 
 @pytest.mark.parametrize("make, message", [
