@@ -25,7 +25,7 @@ from rl4llm.extensions.sandbox.program import (
     Suite,
     TestResult,
 )
-from rl4llm.extensions.sandbox.sandbox import ProgramRunner, Sandbox
+from rl4llm.extensions.sandbox.sandbox import Sandbox
 
 __all__ = [
     "LEVELS",
@@ -36,7 +36,6 @@ __all__ = [
     "Outcome",
     "LevelProbe",
     "Program",
-    "ProgramRunner",
     "Sandbox",
     "Status",
     "Stdin",

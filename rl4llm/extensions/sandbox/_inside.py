@@ -9,11 +9,9 @@ Python. Everything that it sends comes from model-written code, except when this
 """
 # ruff: noqa: F821
 
-import builtins
 import os
 import resource
 import sys
-from _sitebuiltins import Quitter
 
 try:
     from _json import encode_basestring_ascii as quoted
@@ -187,11 +185,6 @@ def limit(limits):
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
-
-
-def add_exits():
-    """Define `exit` and `quit`, which scripts may use; Python normally adds them when it looks for packages."""
-    builtins.exit, builtins.quit = Quitter("exit", "Ctrl-D"), Quitter("quit", "Ctrl-D")
 
 
 def code_of(job):

@@ -4,6 +4,8 @@ They are kept where the program runs, and something that asks for them stands fo
 """
 # ruff: noqa: F821
 
+import _operator  # `operator` without the time that its import takes
+
 
 def keep_objects(module):
     """Let tests hold objects of the program: they are kept here, and the tests get their numbers."""
@@ -22,18 +24,14 @@ def keep_objects(module):
     HANDLES.update(types=(), sent=sent, received=received)
 
 
+OPERATORS = (
+    "contains getitem setitem delitem eq lt le gt ge add sub mul truediv floordiv mod pow matmul and_ or_ xor"
+)
 OPERATIONS = {
     ":call": lambda found, *args, **kwargs: found(*args, **kwargs), ":getattr": getattr, ":setattr": setattr,
     ":isinstance": isinstance, ":bool": bool, ":len": len, ":str": str, ":repr": repr, ":iter": iter,
-    ":contains": lambda one, other: other in one, ":getitem": lambda one, key: one[key],
-    ":setitem": lambda one, key, value: one.__setitem__(key, value), ":delitem": lambda one, key: one.__delitem__(key),
     ":enter": lambda one: type(one).__enter__(one), ":exit": lambda one: type(one).__exit__(one, None, None, None),
-    ":eq": lambda one, other: one == other, ":lt": lambda one, other: one < other, ":le": lambda one, other: one <= other,
-    ":gt": lambda one, other: one > other, ":ge": lambda one, other: one >= other,
-    ":add": lambda one, other: one + other, ":sub": lambda one, other: one - other, ":mul": lambda one, other: one * other,
-    ":truediv": lambda one, other: one / other, ":floordiv": lambda one, other: one // other,
-    ":mod": lambda one, other: one % other, ":pow": lambda one, other: one**other, ":matmul": lambda one, other: one @ other,
-    ":and": lambda one, other: one & other, ":or": lambda one, other: one | other, ":xor": lambda one, other: one ^ other,
+    **{f":{name.strip('_')}": getattr(_operator, name) for name in OPERATORS.split()},
 }  # fmt: skip
 """What tests do with objects of the program."""
 

@@ -2,26 +2,29 @@
 # ruff: noqa: F821
 
 import _ast
+import builtins
+from _sitebuiltins import Quitter
 
 
 def tree_of(text, file):
     """Parse a text of the tests, and note where it drops what a call returns and which names it catches."""
     tree = compile(text, file, "exec", ONLY_AST)
     for leaf in walk(tree):
-        if isinstance(leaf, _ast.Expr) and isinstance(leaf.value, _ast.Call):
-            DROPPED.add((file, leaf.lineno))
-        caught = [leaf.type] if isinstance(leaf, _ast.ExceptHandler) and leaf.type else []
-        if (
-            isinstance(leaf, _ast.Call)
-            and isinstance(leaf.func, _ast.Attribute)
-            and leaf.func.attr in CATCHES
-        ):
-            caught += leaf.args[:1]
-        CAUGHT.update(item.id for part in caught for item in walk(part) if isinstance(item, _ast.Name))
+        match leaf:
+            case _ast.Expr(value=_ast.Call()):
+                DROPPED.add((file, leaf.lineno))
+            case (
+                _ast.ExceptHandler(type=_ast.expr() as caught)
+                | _ast.Call(
+                    func=_ast.Attribute(attr="raises" | "assertRaises" | "assertRaisesRegex"),
+                    args=[caught, *_],
+                )
+            ):
+                CAUGHT.update(item.id for item in walk(caught) if isinstance(item, _ast.Name))
     return tree
 
 
-CATCHES = ("raises", "assertRaises", "assertRaisesRegex")
+DEFINITIONS = (_ast.FunctionDef, _ast.AsyncFunctionDef, _ast.ClassDef)
 
 
 def at_fault(channel, error):
@@ -105,7 +108,7 @@ def units_of(channel, job, namespace):
         lines = text.splitlines()
         for node in tree.body:
             for part, scope in parts_of(node, checks, channel, job, namespace):
-                leaves = [] if is_definition(part) else list(walk(part))
+                leaves = [] if isinstance(part, DEFINITIONS) else list(walk(part))
                 # HumanEval contains `assert True`, which tests nothing.
                 is_test = any(isinstance(leaf, _ast.Name) for leaf in leaves) and any(
                     asserts(leaf, asserting) for leaf in leaves
@@ -177,10 +180,6 @@ def parts_of(node, checks, channel, job, namespace):
         ]
         return [(node, scope), (call, scope)]
     return [(part, scope) for part in node.body]
-
-
-def is_definition(node):
-    return type(node).__name__ in ("FunctionDef", "AsyncFunctionDef", "ClassDef")
 
 
 def walk(node):
@@ -273,7 +272,10 @@ def run_function(test):
             raise NotALiteral(f"pytest.mark.{mark.name} is not supported")
         names, values = mark.args[:2]
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        sets = [arguments_of(value, len(names)) for value in values]
+        # a set of arguments may be in a `pytest.param`
+        sets = [
+            value.values if hasattr(value, "marks") else value if names[1:] else (value,) for value in values
+        ]
         rows = [{**row, **dict(zip(names, values, strict=True))} for row in rows for values in sets]
     code = getattr(test, "__code__", None)
     wanted = code.co_varnames[hasattr(test, "__self__") : code.co_argcount] if code else ()
@@ -281,13 +283,6 @@ def run_function(test):
         raise NotALiteral(f"the fixtures {sorted(unset)} of pytest are not supported")
     for row in rows:
         test(**row)
-
-
-def arguments_of(value, count):
-    """Return one set of arguments of `pytest.mark.parametrize`, which may be in a `pytest.param`."""
-    if hasattr(value, "marks"):
-        return value.values
-    return value if count > 1 else (value,)
 
 
 def main():
@@ -299,7 +294,8 @@ def main():
     limit(job["limits"])
     sys.set_int_max_str_digits(0)
     sys.path.extend(job["packages"])
-    add_exits()
+    # which scripts may use; Python normally adds them when it looks for packages
+    builtins.exit, builtins.quit = Quitter("exit", "Ctrl-D"), Quitter("quit", "Ctrl-D")
     ROLES[job["role"]](channel, job)
 
 

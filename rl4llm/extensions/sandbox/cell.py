@@ -22,7 +22,7 @@ from rl4llm.extensions.sandbox.held import (
     owner_of,
     resident,
 )
-from rl4llm.extensions.sandbox.levels import LEVELS, find_bwrap
+from rl4llm.extensions.sandbox.levels import ENVIRONMENT, LEVELS, bubblewrap
 from rl4llm.extensions.sandbox.packages import Mounted, import_paths
 from rl4llm.extensions.sandbox.program import Limits, Status
 from rl4llm.extensions.sandbox.seccomp import seccomp_filter
@@ -171,35 +171,28 @@ class Cell:
             self._release()
 
     def _start(self, requests: int, replies: int, out: int, err: int) -> subprocess.Popen[bytes]:
-        level = LEVELS[self.place.level]
-        filter_fd = _filter_file(self.place.loopback)
-        uid = self.place.uid
-        start = level.start(
-            self.place.python,
-            [_LOAD, str(requests), str(replies), self.place.inside],
-            directory=self.directory,
-            disk_bytes=int(self.limits.disk_bytes),
-            filter_fd=filter_fd,
-            packages=self.place.packages,
-            bwrap=find_bwrap() or "bwrap",
-        )
+        place, uid, filter_fd = self.place, self.place.uid, None
+        command = [place.python, "-s", "-S", "-B", "-c", _LOAD, str(requests), str(replies), place.inside]
+        environment = {**ENVIRONMENT, "HOME": str(self.directory), "TMPDIR": str(self.directory)}
+        if self.directory is None:
+            filter_fd, environment = _filter_file(place.loopback), {}
+            command = bubblewrap(command, int(self.limits.disk_bytes), filter_fd, place.packages)
         identity: dict[str, Any] = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
-        passed = [requests, replies, *([filter_fd] if filter_fd is not None and start.needs_filter else [])]
         try:
             return subprocess.Popen(
-                start.command,
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=dict(start.environment),
-                cwd=start.directory,
-                pass_fds=passed,
+                env=environment,
+                cwd=self.directory or "/",
+                pass_fds=[requests, replies, *([] if filter_fd is None else [filter_fd])],
                 start_new_session=True,
                 umask=0o077,
                 **identity,
             )
         except OSError as error:
-            raise Ended("infra_error", f"{start.command[0]}: {error.strerror}") from error
+            raise Ended("infra_error", f"{command[0]}: {error.strerror}") from error
         finally:
             if filter_fd is not None:
                 os.close(filter_fd)

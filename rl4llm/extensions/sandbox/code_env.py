@@ -13,9 +13,8 @@ from rl4llm.core.errors import DataError, SandboxError
 from rl4llm.core.message import shortened
 from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
-from rl4llm.extensions.sandbox import Limits, Program, ProgramRunner, Sandbox, Stdin
-from rl4llm.extensions.sandbox.code_run import CodeRun, CodeRunner
-from rl4llm.extensions.sandbox.code_tests import stored_tests, visible_tests
+from rl4llm.extensions.sandbox import Limits, Program, Sandbox, Stdin
+from rl4llm.extensions.sandbox.code_tests import CodeRun, run_reply, stored_tests, visible_tests
 from rl4llm.extensions.sandbox.layouts import Tests
 
 NO_CODE = "The answer holds no code."
@@ -59,16 +58,16 @@ class CodeEnv(BaseMDPEnv):
         total_s: float = 20.0,
         memory_bytes: int = 512 * 1024**2,
         max_reply_chars: Count = 1000,
-        sandbox: ProgramRunner | None = None,
+        sandbox: Sandbox | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
         self.max_reply_chars = max_reply_chars
-        limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
-        self.runner = CodeRunner(sandbox or Sandbox(), limits)
+        self.sandbox = sandbox or Sandbox()
+        self.limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._check_known_tests()
-        tried = self.runner.sandbox.run(Program("print(6 * 7)"), limits)
+        tried = self.sandbox.run(Program("print(6 * 7)"), self.limits)
         if tried.stdout != "42\n":
             raise SandboxError(f"env.name=code cannot run programs: {tried.reason}")
 
@@ -78,7 +77,9 @@ class CodeEnv(BaseMDPEnv):
             return []
         reply = self.program_text(sample)
         async with self._slot():
-            run = await self.off_loop(lambda: self.runner.run(reply, tests, sample.columns))
+            run = await self.off_loop(
+                lambda: run_reply(self.sandbox, self.limits, reply, tests, sample.columns)
+            )
         if run.outcome is not None and run.outcome.status == "infra_error":
             sample.fail(f"the sandbox or the visible tests do not work: {run.outcome.reason}", "env/sandbox")
             return []
@@ -99,14 +100,14 @@ class CodeEnv(BaseMDPEnv):
 
     def close(self) -> None:
         """Release the sandbox and the rewards."""
-        self.runner.sandbox.close()
+        self.sandbox.close()
         super().close()
 
     def _slot(self) -> asyncio.Semaphore:
         """Return the semaphore of the sandbox's slots in the running event loop; waiting for a slot needs no thread."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self.runner.sandbox.slots)
+            self._slots = loop, asyncio.Semaphore(self.sandbox.slots)
         return self._slots[1]
 
     def _check_known_tests(self) -> None:

@@ -11,9 +11,8 @@ from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_message
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.schema import Fraction, checked
 from rl4llm.core.types import ChatMessage
-from rl4llm.extensions.sandbox import Limits, Outcome, ProgramRunner, Sandbox
-from rl4llm.extensions.sandbox.code_run import CodeRunner
-from rl4llm.extensions.sandbox.code_tests import stored_tests
+from rl4llm.extensions.sandbox import Limits, Outcome, Sandbox
+from rl4llm.extensions.sandbox.code_tests import run_reply, stored_tests
 from rl4llm.extensions.sandbox.solutions import Solutions
 from rl4llm.rewards.pool import RewardFailure
 
@@ -64,7 +63,7 @@ class CodeReward(BaseBatchReward):
         total_s: float = 20.0,
         memory_bytes: int = 512 * 1024**2,
         try_solutions: bool = True,
-        sandbox: ProgramRunner | None = None,
+        sandbox: Sandbox | None = None,
     ):
         super().__init__(name)
         if syntax_weight + format_weight > 1:
@@ -75,13 +74,13 @@ class CodeReward(BaseBatchReward):
         self.try_solutions = try_solutions
         self.syntax_weight = float(syntax_weight)
         self.format_weight = float(format_weight)
-        limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
-        self.runner = CodeRunner(sandbox or Sandbox(), limits)
-        self.solutions = Solutions(self.runner.sandbox, limits)
+        self.sandbox = sandbox or Sandbox()
+        self.limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
+        self.solutions = Solutions(self.sandbox, self.limits)
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure if the sandbox or the tests did not work."""
-        with ThreadPoolExecutor(self.runner.sandbox.slots, thread_name_prefix="rl4llm-code") as threads:
+        with ThreadPoolExecutor(self.sandbox.slots, thread_name_prefix="rl4llm-code") as threads:
             asked = [(final_reply(policy_messages(one)), one.ground_truth, one.columns) for one in samples]
             grades = list(threads.map(lambda each: self._grade(*each), asked))
         for sample, (_, note, tests) in zip(samples, grades, strict=True):
@@ -116,14 +115,14 @@ class CodeReward(BaseBatchReward):
         ]
 
     def close(self) -> None:
-        self.runner.sandbox.close()
+        self.sandbox.close()
 
     def _grade(self, reply: str, ground_truth: Any, columns: Mapping[str, Any]) -> Grade:
         try:
             tests = stored_tests(ground_truth, columns)
         except DataError as error:
             return RewardFailure(str(error)), None, None
-        run = self.runner.run(reply, tests, columns)
+        run = run_reply(self.sandbox, self.limits, reply, tests, columns)
         if run.outcome is None:
             return 0.0, run.note, None
         if run.outcome.status == "infra_error":

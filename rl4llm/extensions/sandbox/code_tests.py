@@ -1,19 +1,50 @@
-"""Find the code in a model's reply, and the tests in a row of a dataset."""
+"""Find the code in a model's reply and the tests in a row of a dataset, and run the one against the others."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.message import after_thinking
-from rl4llm.extensions.sandbox import Calls, Program, Stdin
+from rl4llm.extensions.sandbox import Calls, Limits, Outcome, Program, Sandbox, Stdin
 from rl4llm.extensions.sandbox.layouts import ACCEPTED, Tests, function_name, read_tests
 
 FENCE = "```"
+MAX_CHARS = 100_000
 _PYTHON = ("python", "python3", "py")
+
+
+@dataclass(frozen=True, slots=True)
+class CodeRun:
+    """The result of a reply: an outcome, or a note why nothing was run. `fenced`: its code was in a closed block."""
+
+    outcome: Outcome | None
+    note: str | None = None
+    fenced: bool = False
+
+
+def run_reply(
+    sandbox: Sandbox, limits: Limits, reply: str, tests: Tests | None, columns: Mapping[str, Any]
+) -> CodeRun:
+    """Run the program in a reply, whose row has `columns`, against tests, or alone if there are none. It blocks.
+
+    Code of more than MAX_CHARS characters is not run.
+    """
+    if len(reply) > 4 * MAX_CHARS:
+        return CodeRun(None, f"too_long: the reply has {len(reply)} characters")
+    code, fenced = code_in(reply, columns.get("entry_point") or "")
+    if not code.strip():
+        return CodeRun(None, "no_code", fenced)
+    if len(code) > MAX_CHARS:
+        why = f"too_long: the code has {len(code)} characters, accepted are {MAX_CHARS}"
+        return CodeRun(None, why, fenced)
+    outcome = sandbox.run(program_of(code, tests, columns), limits)
+    note = f"model_error: {outcome.reason}" if outcome.status == "model_error" else None
+    return CodeRun(outcome, note, fenced)
 
 
 def code_in(reply: str, entry_point: str = "") -> tuple[str, bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,8 @@ class Candidate:
                 self._load(cell)
             return self._asked(cell, request)
         except Ended:
-            self._drop()
+            self.station.end(cell)
+            self.cell = None
             raise
 
     def printed(self) -> tuple[str, str]:
@@ -104,17 +105,8 @@ class Candidate:
         return texts[0], texts[1]
 
     def _load(self, cell: Cell) -> None:
-        program = self.program
-        cell.play(
-            self.role,
-            {
-                "source": program.source,
-                "prefix": program.prefix,
-                "entry_point": program.entry_point,
-                "lends": program.lends,
-                "objects": isinstance(program.tests, Asserts | Suite),
-            },
-        )
+        job = {name: getattr(self.program, name) for name in ("source", "prefix", "entry_point", "lends")}
+        cell.play(self.role, {**job, "objects": isinstance(self.program.tests, Asserts | Suite)})
         try:
             message = cell.receive(self._until(), "loading the program")
         except Ended as ended:
@@ -139,51 +131,43 @@ class Candidate:
     def _until(self) -> float:
         return min(self.deadline, time.monotonic() + self.limits.wall_s)
 
-    def _drop(self) -> None:
-        if self.cell is not None:
-            self.station.end(self.cell)
-            self.cell = None
-
 
 def _script(candidate: Candidate) -> Outcome:
     out = err = ""
     try:
-        result, out, err = _run_once(candidate, candidate.program.stdin)
+        reason, out, err = _run_once(candidate, candidate.program.stdin)
     except Ended as ended:
         return Outcome(ended.status, ended.reason, parsed=candidate.parsed)
-    return Outcome(result.status, result.reason, stdout=out, stderr=err, parsed=candidate.parsed)
+    return Outcome("model_error" if reason else "ok", reason, (), out, err, candidate.parsed)
 
 
 def _stdin(candidate: Candidate, tests: Stdin) -> Outcome:
     results = []
     for number, (given, expected) in enumerate(tests.cases, 1):
-        name = f"input {number}"
+        status: Status = "ok"
         try:
-            result, out, err = _run_once(candidate, given)
+            reason, out, err = _run_once(candidate, given)
         except Ended as ended:
-            shown = f"Input:\n{_brief(given)}\n{ended.reason}"
-            results.append(TestResult(name, ended.status, ended.reason, shown))
-            continue
-        if not result.passed:
-            trace = shortened(err.strip(), SHOWN_TRACE, end=True)
-            shown = f"Input:\n{_brief(given)}\n{trace or result.reason}"
-            result = replace(result, name=name, shown=shown)
-        elif same_text(out, expected):
-            result = TestResult(name, "ok")
+            status, reason, told = ended.status, ended.reason, ended.reason
         else:
-            shown = f"Input:\n{_brief(given)}\nExpected output:\n{_brief(expected)}\nOutput:\n{_brief(out)}"
-            result = TestResult(name, "wrong", "the output is another one", shown)
-        results.append(result)
+            if reason:
+                status, told = "model_error", shortened(err.strip(), SHOWN_TRACE, end=True) or reason
+            elif not same_text(out, expected):
+                status, reason = "wrong", "the output is another one"
+                told = f"Expected output:\n{_brief(expected)}\nOutput:\n{_brief(out)}"
+        shown = "" if status == "ok" else f"Input:\n{_brief(given)}\n{told}"
+        results.append(TestResult(f"input {number}", status, reason, shown))
     return _outcome(results, candidate.parsed)
 
 
-def _run_once(candidate: Candidate, stdin: str) -> tuple[TestResult, str, str]:
+def _run_once(candidate: Candidate, stdin: str) -> tuple[str, str, str]:
+    """Return how a script failed, "" if it did not, and what it printed to standard output and standard error."""
     reply = candidate.ask({"stdin": stdin})
     out, err = candidate.printed()
     if reply.get("exit") == 0:
-        return TestResult("", "ok"), out, err
+        return "", out, err
     last = (err.strip().splitlines() or [""])[-1][:300]
-    return TestResult("", "model_error", f"exit status {str(reply.get('exit'))[:20]}: {last}"), out, err
+    return f"exit status {str(reply.get('exit'))[:20]}: {last}", out, err
 
 
 def _calls(candidate: Candidate, tests: Calls) -> Outcome:
@@ -258,16 +242,23 @@ def _code(
     cell.play(*_role(candidate.program, tests))
     results: list[TestResult] = []
     plan: list[str] = []
-    last: tuple[str, Any, Any] | None = None
+    last: tuple[str, Any, Any] | None = None  # call of the running test, with its result
     asked = False
     try:
         while "done" not in (
             message := cell.receive(min(deadline, time.monotonic() + limits.wall_s), "a test")
         ):
             plan = message.get("plan", plan)
-            asked = asked or "call" in message
-            last = _act_on(message, results, last, candidate, lambda answer: cell.send(answer, deadline))
-            cell.beside = [candidate.cell] if candidate.cell else []
+            if "broken" in message:
+                raise BrokenTests(f"the tests do not run: {message['broken']}")
+            if "test" in message:
+                results.append(_result(message, last))
+                last = None
+            if "call" in message:
+                asked = True
+                last = message["call"], message, _passed_on(candidate, message)
+                cell.send(last[2], deadline)
+            cell.beside = list(filter(None, [candidate.cell]))
     except Ended as ended:
         if ended.status == "infra_error":
             raise
@@ -277,33 +268,12 @@ def _code(
         results += [
             TestResult(name, ended.status, ended.reason, ended.reason) for name in plan if name not in done
         ]
-    if not plan:
-        raise BrokenTests("the tests contain no assert that could fail")
     return _outcome(results, candidate.parsed)
 
 
-def _act_on(
-    message: dict[str, Any],
-    results: list[TestResult],
-    last: tuple[str, Any, Any] | None,
-    candidate: Candidate,
-    send: Callable[[dict[str, Any]], None],
-) -> tuple[str, Any, Any] | None:
-    """Record a result or pass a call on; return the last call of the running test with its result."""
-    if "broken" in message:
-        raise BrokenTests(f"the tests do not run: {message['broken']}")
-    if "test" in message:
-        results.append(_result(message, _exchange(*last) if last else ""))
-        last = None
-    if "call" in message:
-        last = message["call"], message, _passed_on(candidate, message)
-        send(last[2])
-    return last
-
-
-def _result(message: Mapping[str, Any], exchange: str) -> TestResult:
+def _result(message: Mapping[str, Any], last: tuple[str, Any, Any] | None) -> TestResult:
     """Return the result of a test. It can be trusted, since nothing of the program is in the sandbox of the tests."""
-    status, reason = _KINDS[message["kind"]], message["reason"]
+    status, reason, exchange = _KINDS[message["kind"]], message["reason"], _exchange(*last) if last else ""
     if status == "ok":
         return TestResult(message["test"], status)
     told = exchange and (reason == "AssertionError: " or reason.partition(": ")[2] in exchange)
@@ -347,7 +317,7 @@ def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:
 
 def _outcome(results: Sequence[TestResult], parsed: bool) -> Outcome:
     if not results:
-        raise BrokenTests("there are no tests")
+        raise BrokenTests("there are no tests, or no assert in them that could fail")
     failed = [result for result in results if not result.passed]
     if not failed:
         return Outcome("ok", "", tuple(results), parsed=parsed)

@@ -12,7 +12,7 @@ import binascii
 import builtins
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl4llm.extensions.sandbox import Asserts, Call, Calls, Stdin, Suite
@@ -98,14 +98,9 @@ def _from_code(texts: Sequence[str], columns: Mapping[str, Any], setup: str, pre
 def _checked_function(nodes: Sequence[ast.stmt]) -> str:
     """Return the function that the tests pass to `check` themselves, as in ``check(add)``; "" without such a call."""
     for node in nodes:
-        call = node.value if isinstance(node, ast.Expr) else None
-        if (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Name)
-            and call.func.id == "check"
-            and call.args
-        ):
-            return function_name(ast.unparse(call.args[0]))
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Name(id="check"), args=[checked, *_])):
+                return function_name(ast.unparse(checked))
     return ""
 
 
@@ -153,11 +148,7 @@ def _from_mapping(tests: Mapping[str, Any], columns: Mapping[str, Any]) -> Calls
     pairs = list(zip(given["inputs"], given["outputs"], strict=True))
     kind = _kind(given.get("type"))
     name = given.get("fn_name") or (_function_in(columns) if kind == "call" else "")
-    if kind == "call" and not name:
-        raise ValueError("type='function_call', but 'fn_name' is missing")
-    if kind == "stdin" and name:
-        raise ValueError(f"fn_name={name!r} has no meaning in tests that read and print")
-    return _calls(name, pairs) if name else _stdin(pairs)
+    return _of_kind(kind, name, pairs)
 
 
 def _suite(tests: Mapping[str, Any]) -> Suite:
@@ -192,6 +183,10 @@ def _from_cases(cases: Sequence[Any], columns: Mapping[str, Any]) -> Calls | Std
     pairs = [(case["input"], case["output"]) for case in known]
     if kind != "stdin":
         name = name or _function_in(columns)
+    return _of_kind(kind, name, pairs)
+
+
+def _of_kind(kind: str | None, name: str, pairs: Sequence[tuple[Any, Any]]) -> Calls | Stdin:
     if kind == "call" and not name:
         raise ValueError(
             "the tests call a function without its name: 'fn_name', or 'func_name' in the column metadata"
@@ -246,19 +241,14 @@ def _calls(name: str, pairs: Sequence[tuple[Any, Any]]) -> Calls:
 
 def _call(name: str, given: Any, expected: Any) -> Call:
     if isinstance(given, str):
-        return Call(name, tuple(_each(json.loads, given.split("\n"))), json.loads(expected))
+        lines = given.rstrip().split("\n") if given.strip() else ()
+        return Call(name, tuple(map(json.loads, lines)), json.loads(expected))
     if not isinstance(given, Sequence):
         raise TypeError(f"the input {given!r:.60} of a call is not a list of arguments")
     arguments = list(given)
     if arguments and isinstance(arguments[0], Mapping):
         arguments[0] = _numbered(arguments[0])
     return Call(name, tuple(arguments), expected)
-
-
-def _each(function: Callable[[str], Any], lines: Sequence[str]) -> list[Any]:
-    while lines and not lines[-1].strip():
-        lines = lines[:-1]
-    return [function(line) for line in lines]
 
 
 def _numbered(argument: Mapping[str, Any]) -> dict[Any, Any]:

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,72 +14,54 @@ from rl4llm.extensions.sandbox.packages import Mounted
 
 FIRST_UID = 1_900_000_000  # above the uids that user databases and container runtimes assign; one per slot
 SYSTEM_PYTHON = "/usr/bin/python3"
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1",
     "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
-_PYTHON_FLAGS = ("-s", "-S", "-B", "-c")
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How a process in a sandbox is started. `directory` is on the host; None if the sandbox has a separate one."""
-
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    directory: str | None
-    needs_filter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A way to isolate. `rank` is 1 for the weakest; a level below 2 is refused for rewards unless allowed."""
+    """A way to isolate programs, with `prefork` sandboxes that are started in advance.
 
-    name: str
-    rank: int
-    prefork: int
-    start: Callable[..., Start]
+    One without `own_files`, of rank 1, is refused for rewards unless allowed.
+    """
+
     own_files: bool
+    prefork: int = 0
+
+    @property
+    def rank(self) -> int:
+        return 1 + self.own_files
 
 
-def rlimits(python: str, arguments: Sequence[str], directory: str, **_: object) -> Start:
-    """Kernel limits, a process group and an empty environment; the host's files and network stay visible."""
-    return Start(
-        [python, *_PYTHON_FLAGS, *arguments],
-        {**_ENVIRONMENT, "HOME": directory, "TMPDIR": directory},
-        directory,
-    )
+LEVELS = {
+    "prefork": Level(own_files=True, prefork=2),
+    "bubblewrap": Level(own_files=True),
+    "rlimits": Level(own_files=False),
+}
+"""In the order of preference. "prefork" is bubblewrap with sandboxes started in advance; each is used once. "rlimits" has
+only kernel limits, a process group and an empty environment; the host's files and network stay visible."""
 
 
 def bubblewrap(
-    python: str,
-    arguments: Sequence[str],
-    *,
-    disk_bytes: int,
-    filter_fd: int | None = None,
-    packages: Sequence[Mounted] = (),
-    bwrap: str = "bwrap",
-    **_: object,
-) -> Start:
-    """Isolate with all namespaces, a file system of /usr and one small tmpfs, no capabilities, a system call filter."""
+    words: Sequence[str], disk_bytes: int, filter_fd: int | None = None, packages: Sequence[Mounted] = ()
+) -> list[str]:
+    """Return the command that runs a command of Python isolated.
+
+    It has all namespaces, a file system of /usr and one small tmpfs, no capabilities and a system call filter.
+    """
     # not the whole prefix, which may be a home directory
-    libraries = os.path.join(os.path.dirname(os.path.dirname(python)), "lib")
-    elsewhere = [path for path in (python, libraries) if not os.path.abspath(path).startswith("/usr/")]
-    readable = ["/usr", *elsewhere]
-    command = [
-        bwrap,
-        "--unshare-all",
-        "--unshare-user",
-        "--disable-userns",
-        "--die-with-parent",
-        "--new-session",
-    ]
+    libraries = os.path.join(os.path.dirname(os.path.dirname(words[0])), "lib")
+    elsewhere = [path for path in (words[0], libraries) if not os.path.abspath(path).startswith("/usr/")]
+    command = [find_bwrap() or "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
+    command += ["--die-with-parent", "--new-session"]
     # No limit would count the memory of a shared mapping of /dev/zero.
     command += ["--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/null", "/dev/zero"]
     for path in ("/dev/shm", "/tmp"):
         command += ["--size", str(max(65536, disk_bytes // 2)), "--tmpfs", path]
-    for path in readable:
+    for path in ("/usr", *elsewhere):
         command += ["--ro-bind", path, path]
     command += [word for mount in packages for word in ("--ro-bind", mount.host, mount.inside)]
     for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
@@ -89,19 +71,11 @@ def bubblewrap(
             command += ["--ro-bind", path, path]
     # With a writable /proc, a program could lower its oom_score_adj and be spared when memory runs out.
     command += ["--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
     if filter_fd is not None:
         command += ["--seccomp", str(filter_fd)]
-    return Start([*command, "--", python, *_PYTHON_FLAGS, *arguments], {}, "/", needs_filter=True)
-
-
-LEVELS = {
-    "prefork": Level("prefork", 2, 2, bubblewrap, own_files=True),
-    "bubblewrap": Level("bubblewrap", 2, 0, bubblewrap, own_files=True),
-    "rlimits": Level("rlimits", 1, 0, rlimits, own_files=False),
-}
-"""In the order of preference. "prefork" is bubblewrap with sandboxes started in advance; each is used once."""
+    return [*command, "--", *words]
 
 
 def find_python(uid: int | None) -> str | None:

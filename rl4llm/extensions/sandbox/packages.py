@@ -20,12 +20,6 @@ class Mounted:
     host: str
     inside: str
 
-    def import_path(self, own_files: bool) -> str:
-        """Return what `sys.path` needs for it; a level without separate files imports it where it is."""
-        if self.inside == self.host:
-            return self.host
-        return INSIDE if own_files else os.path.dirname(self.host)
-
 
 def mounted(entries: Iterable[str]) -> tuple[tuple[Mounted, ...], tuple[str, ...]]:
     """Return what `sandbox.packages` mounts, and the modules that must be importable then.
@@ -50,8 +44,11 @@ def mounted(entries: Iterable[str]) -> tuple[tuple[Mounted, ...], tuple[str, ...
 
 
 def import_paths(mounts: Sequence[Mounted], own_files: bool) -> list[str]:
-    """Return the entries of `sys.path` for what is mounted."""
-    return list(dict.fromkeys(mount.import_path(own_files) for mount in mounts))
+    """Return the entries of `sys.path`; a level without separate files imports what is mounted from where it is."""
+    places = {mount: INSIDE if own_files else os.path.dirname(mount.host) for mount in mounts}
+    return list(
+        dict.fromkeys(mount.host if mount.inside == mount.host else places[mount] for mount in mounts)
+    )
 
 
 def _with_dependencies(name: str, asked: str, seen: set[str]) -> Iterable[str]:

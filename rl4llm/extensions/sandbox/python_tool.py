@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl4llm.core.errors import EnvError, SandboxError
 from rl4llm.core.message import shortened
 from rl4llm.envs.tools.tool import ToolError, ToolSet, tool
-from rl4llm.extensions.sandbox import Limits, Program, ProgramRunner, Sandbox
+from rl4llm.extensions.sandbox import Limits, Program, Sandbox
 
 
 class Python(ToolSet):
@@ -20,11 +20,11 @@ class Python(ToolSet):
     """
 
     def __init__(
-        self, wall_s: float = 5.0, memory_bytes: int = 512 * 1024**2, sandbox: ProgramRunner | None = None
+        self, wall_s: float = 5.0, memory_bytes: int = 512 * 1024**2, sandbox: Sandbox | None = None
     ):
         super().__init__()
         self._limits = Limits(wall_s=wall_s, total_s=wall_s + 5.0, memory_bytes=memory_bytes)
-        self._sandbox: ProgramRunner = sandbox or Sandbox()
+        self._sandbox: Sandbox = sandbox or Sandbox()
         tried = self._sandbox.run(Program("print(6 * 7)"), self._limits)
         if tried.stdout != "42\n":
             raise SandboxError(f"env.tools: python cannot be used: {tried.reason}")

@@ -15,10 +15,10 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl4llm.core.errors import ConfigError, SandboxError, unknown
 from rl4llm.core.schema import Count, checked
@@ -35,20 +35,6 @@ _MAIN = (
     "import sys; sys.path.insert(0, {root!r}); from rl4llm.extensions.sandbox.supervisor import main; main()"
 )
 logger = logging.getLogger(__name__)
-
-
-class ProgramRunner(Protocol):
-    """Runs programs in sandboxes of this machine or of another one. `slots` is the number of simultaneous programs."""
-
-    slots: int
-
-    def run(self, program: Program, limits: Limits | None = None) -> Outcome:
-        """Return the outcome of a program. Every failure is an outcome, never an exception."""
-        ...
-
-    def close(self) -> None:
-        """Release all resources."""
-        ...
 
 
 class Sandbox:
@@ -99,11 +85,11 @@ class Sandbox:
         self.loopback = loopback
         self.limits = limits or Limits()
         self.counts: Counter[str] = Counter()
-        self._probe: LevelProbe | None = None
+        self.active: LevelProbe | None = None  # the level that is in use
         self._reset()
 
     def run(self, program: Program, limits: Limits | None = None) -> Outcome:
-        """Return the outcome of a program; failures of the machine are retried, and finally become infra_error."""
+        """Return the outcome of a program; every failure is one, those of the machine after some retries."""
         try:
             self.probe()
         except SandboxError as error:
@@ -130,19 +116,14 @@ class Sandbox:
             self._finalizer.detach()
             self._reset()
         with self._lock:
-            if self._probe is None:
+            if self.active is None:
                 chosen = self._chosen()
                 self._import_packages(chosen)
-                self._probe = chosen
+                self.active = chosen
                 for slot in self._all:
                     slot.level = chosen.level
                 logger.log(logging.INFO if chosen.rank > 1 else logging.WARNING, "%s", chosen)
-            return self._probe
-
-    @property
-    def active(self) -> LevelProbe | None:
-        """The level that is in use; None before the first use."""
-        return self._probe
+            return self.active
 
     def close(self) -> None:
         """End all supervisors and the programs they run; a later use starts new ones."""
@@ -156,7 +137,7 @@ class Sandbox:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._probe = None
+        self.active = None
         self._all: list[_Slot | RemoteSlot] = (
             [_Slot("", uid, self.packages, self.loopback, self.limits) for uid in slot_uids(self.slots)]
             if self._elsewhere is None
@@ -272,28 +253,18 @@ class _Slot:
                 f"uid {self.uid or os.getuid()} can run neither {sys.executable} nor /usr/bin/python3; "
                 "install python3, or install this Python where all users may read it"
             )
-        closed = next(
-            (mount.host for mount in self.packages if not may_use(_directory(mount.host), self.uid)), None
-        )
-        if closed is not None:
-            raise OSError(
-                f"sandbox.packages: uid {self.uid or os.getuid()} of the sandbox cannot read {closed}; install the package "
-                "where all users may read it"
-            )
-        settings = {
-            "level": self.level,
-            "parent": os.getpid(),
-            "python": python,
-            "uid": self.uid,
-            "packages": [(mount.host, mount.inside) for mount in self.packages],
-            "loopback": self.loopback,
-            "limits": asdict(self.limits),
-        }
+        for host in (mount.host for mount in self.packages):
+            if not may_use(host if os.path.isdir(host) else os.path.dirname(host), self.uid):
+                raise OSError(
+                    f"sandbox.packages: uid {self.uid or os.getuid()} of the sandbox cannot read {host}; install the "
+                    "package where all users may read it"
+                )
+        walls = {name: getattr(self, name) for name in ("level", "uid", "packages", "loopback")}
         ours, theirs = socket.socketpair()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the supervisor
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _MAIN.format(root=_ROOT), json.dumps(settings)],
+                [sys.executable, "-I", "-c", _MAIN.format(root=_ROOT)],
                 stdin=theirs.fileno(),
                 stdout=self.log,
                 stderr=self.log,
@@ -302,6 +273,7 @@ class _Slot:
                 process_group=0,
             )
         self.channel = Connection(ours.detach())
+        self.channel.send_bytes(pickle.dumps(({**walls, "python": python}, self.limits, os.getpid())))
         return self.channel
 
     def _last_words(self) -> str:
@@ -309,10 +281,6 @@ class _Slot:
             return ""
         self.log.seek(0)
         return self.log.read()[-500:].decode(errors="replace").strip()
-
-
-def _directory(path: str) -> str:
-    return path if os.path.isdir(path) else os.path.dirname(path)
 
 
 def _close_all(slots: Sequence[_Slot | RemoteSlot], owner: int) -> None:

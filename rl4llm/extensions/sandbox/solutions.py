@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import DataError
-from rl4llm.extensions.sandbox import Limits, Program, ProgramRunner
+from rl4llm.extensions.sandbox import Limits, Program, Sandbox
 from rl4llm.extensions.sandbox.code_tests import FENCE, code_in, program_of, stored_tests
 from rl4llm.extensions.sandbox.layouts import Tests
 
@@ -32,7 +32,7 @@ class Solutions:
     What `of_rows` finds is kept in the user's cache, so that a run that is resumed leaves out the same rows.
     """
 
-    def __init__(self, sandbox: ProgramRunner, limits: Limits):
+    def __init__(self, sandbox: Sandbox, limits: Limits):
         self.sandbox = sandbox
         self.limits = limits
         self._found: dict[str, str] = {}

@@ -30,7 +30,6 @@ from rl4llm.extensions.sandbox.cell import (
 )
 from rl4llm.extensions.sandbox.judge import judge
 from rl4llm.extensions.sandbox.levels import LEVELS
-from rl4llm.extensions.sandbox.packages import Mounted
 from rl4llm.extensions.sandbox.program import Limits, Outcome, Program
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -81,37 +80,29 @@ class Station:
 
 def main() -> None:
     """Serve programs until the trainer disconnects."""
-    settings = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     sys.set_int_max_str_digits(0)  # `wire` limits the digits of a program's answers before parsing them
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")  # when memory runs out, sandboxes are killed before the trainer
     channel = Connection(os.dup(0))
+    walls, usual, parent = pickle.loads(channel.recv_bytes())
     try:
-        inside = compiled_inside(settings["python"])
+        inside = compiled_inside(walls["python"])
     except Ended as ended:
         sys.exit(ended.reason)
-    packages = tuple(Mounted(*paths) for paths in settings["packages"])
-    walls = {name: settings[name] for name in ("level", "python", "uid", "loopback")}
-    place = CellSite(packages=packages, owner=channel.fileno(), inside=inside, **walls)
-    station = Station(place, Limits(**settings["limits"]))
+    station = Station(CellSite(owner=channel.fileno(), inside=inside, **walls), usual)
     try:
         while True:
             station.refill()
-            _await_program(channel, settings["parent"])
+            while not channel.poll(PARENT_CHECK_S):
+                if os.getppid() != parent:  # even if a fork of the trainer keeps the connection open
+                    raise Abandoned
             program, limits = pickle.loads(channel.recv_bytes())
             outcome, again = serve(station, program, limits)
             channel.send_bytes(json.dumps({"outcome": asdict(outcome), "again": again}).encode())
     except (EOFError, OSError, Abandoned):
         station.close()
-
-
-def _await_program(channel: Connection, parent: int) -> None:
-    """Wait for a program. Raises Abandoned once the trainer has ended, even if a fork of it keeps the connection open."""
-    while not channel.poll(PARENT_CHECK_S):
-        if os.getppid() != parent:
-            raise Abandoned
 
 
 def serve(station: Station, program: Program, limits: Limits) -> tuple[Outcome, bool]:

@@ -201,7 +201,7 @@ def test_config_passes_its_sandbox_to_the_rewards():
     reward = as_reward_function(
         {"name": "code", "label": "mine", "partial": True}, provided={"sandbox": runner}
     )
-    assert (reward.name, reward.partial, reward.runner.sandbox) == ("mine", True, runner)
+    assert (reward.name, reward.partial, reward.sandbox) == ("mine", True, runner)
     as_reward_function("format", provided={"sandbox": runner})
     reward.close()
     assert runner.programs is None

@@ -86,7 +86,7 @@ def test_wrong_whole_numbers_and_wrapped_lists_are_wrong(sandbox):
         ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "without its name: 'fn_name', or 'func_name'"),
         ([{"input": "x", "output": "2", "testtype": "functional"}], {"metadata": {"func_name": "f"}}, "JSONDecodeError"),
         ([*STDIN, *ADD], {"metadata": {"func_name": "f"}}, "tests of one row differ"),
-        ({"type": "function_call", "inputs": [[1]], "outputs": [1]}, {}, "'fn_name' is missing"),
+        ({"type": "function_call", "inputs": [[1]], "outputs": [1]}, {}, "without its name: 'fn_name'"),
         ({"type": "stdin", "fn_name": "f", "inputs": ["1"], "outputs": ["1"]}, {}, "has no meaning"),
         ({"language": "cpp", "test_cases": STDIN}, {}, "language='cpp' is not accepted. Accepted: python"),
         (PICKLED, {}, "a pickle, which is never loaded.*store JSON instead"),

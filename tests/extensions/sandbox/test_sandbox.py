@@ -259,10 +259,10 @@ def test_root_that_may_become_nobody_else_stays_what_it_is():
 
 
 def test_sandbox_sees_only_the_interpreter_and_its_libraries():
-    bound = " ".join(bubblewrap("/home/me/bin/python3", ["code"], disk_bytes=2**20).command)
+    bound = " ".join(bubblewrap(["/home/me/bin/python3", "code"], disk_bytes=2**20))
     assert "--ro-bind /home/me/bin/python3 /home/me/bin/python3 --ro-bind /home/me/lib /home/me/lib" in bound
     assert "/home/me /home/me" not in bound
-    assert "--ro-bind / /" not in " ".join(bubblewrap("/bin/python3", ["code"], disk_bytes=2**20).command)
+    assert "--ro-bind / /" not in " ".join(bubblewrap(["/bin/python3", "code"], disk_bytes=2**20))
 
 
 def test_memory_growth_during_tests_is_detected(sandbox):
