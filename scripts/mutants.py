@@ -381,7 +381,7 @@ SERVERS = _of(
     ("generation_without_weights", "fleet/cohosted.py", 'self._demand("generate", DeviceState.READY)',
      'self._demand("generate", DeviceState.READY, DeviceState.EMPTY)',
      "test_cohost.py::test_nothing_is_generated_between_waking_and_loading"),
-    ("refusal_ends_the_wait", "clients/broadcast.py", "        self._meeting = None", "        pass",
+    ("refusal_ends_the_wait", "clients/together.py", "        self._meeting = None", "        pass",
      "test_together.py::test_a_server_that_refuses_to_join_holds_up_nobody"),
     ("sleeping_twice", "clients/sglang.py", "sorted(set(tags) - held.asleep)", "sorted(set(tags))",
      "test_sleep.py::test_abandoned_requests_end_before_the_server_sleeps"),

@@ -76,11 +76,9 @@ class ServerProcess:
     `rl4llm.runtime.supervise` runs between the two.
 
     Args:
-        command: the words of the command line.
         port, host: address to listen on; a port in use is refused before the start.
         log: a file for all output, appended to; None for a temporary file, which is kept.
         environment: variables in addition to this process's.
-        name: name of the server in messages.
         ready_within_s: seconds until ``GET /health`` must return 200.
         grace_s: seconds that it may take to end before it is killed.
         report: called about twice a second during the start.
@@ -218,7 +216,6 @@ class ServerProcess:
 
 
 def _temporary_log(name: str, port: int) -> Path:
-    """Create an empty file for the output of a server."""
     handle, path = tempfile.mkstemp(prefix=f"rl4llm-{name}-{port}-", suffix=".log")
     os.close(handle)
     return Path(path)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.redact import is_secret_name
-from rl4llm.extensions.servers.embedded.options import check_flags
+from rl4llm.extensions.servers.embedded.options import read_options
 from rl4llm.runtime.ports import KEY_VARIABLE, free_port, is_loopback
 
 SERVERS = Path(__file__).parent / "inside"
@@ -27,7 +27,6 @@ class ServerKind:
 
     Args:
         module: what ``python -m`` runs, with its first arguments.
-        usual_port: the server's default port.
         environment_of: the engine in whose environment it is installed, if that is another one.
         keys: flags for a key that protects administration.
         second_port: the flag of another port that it listens on; by default a free port.
@@ -50,7 +49,7 @@ class ServerKind:
     cpu_script: str | None = None
     cpu_flags: Mapping[str, str | None] = field(default_factory=dict)
     cpu_environment: Mapping[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
-    check: Callable[[Sequence[str]], None] = lambda flags: None
+    check: Callable[[Sequence[str]], object] = lambda flags: None
 
 
 SERVER_KINDS: Mapping[str, ServerKind] = {
@@ -59,7 +58,7 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
         usual_port=30200,
         keys=("--api-key",),
         cpu_environment={"CUDA_VISIBLE_DEVICES": ""},
-        check=check_flags,
+        check=read_options,
     ),
     "sglang": ServerKind(
         module=("sglang.launch_server",),
@@ -132,11 +131,9 @@ def server_command(
         ('-m', 'sglang.launch_server', '--model-path', 'm', '--host', '127.0.0.1', '--port', '30000')
 
     Args:
-        engine: "embedded", "sglang", "sglang-router" or "vllm".
         flags: the server's flags; port 0 is replaced by a free one.
         python: the interpreter of the server's environment; by default RL4LLM_SGLANG_PYTHON or RL4LLM_VLLM_PYTHON, or
             else this process's interpreter.
-        cpu: whether there is no GPU, for tests and small models.
     """
     if engine not in SERVER_KINDS:
         raise ConfigError(unknown("engine", engine, SERVER_KINDS))

@@ -15,8 +15,8 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.clients import sglang_tensors, together
-from rl4llm.extensions.servers.clients.broadcast import Broadcast
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
+from rl4llm.extensions.servers.clients.together import Broadcast
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
 from rl4llm.extensions.servers.fleet.member import FleetLimits
 from rl4llm.extensions.servers.sync.tensor import TensorPublisher

@@ -21,7 +21,6 @@ class AdaptingClient(ServerClient):
 
     Args:
         adapter: the prefix of the names of adapters. One trainer at a time may use it on a server.
-        options: those of `ServerClient`.
     """
 
     KINDS: ClassVar[tuple[str, ...]]

@@ -24,7 +24,7 @@ from rl4llm.extensions.servers.clients.server import (
     field,
     sampling_options,
 )
-from rl4llm.extensions.servers.clients.sglang_memory import Held
+from rl4llm.extensions.servers.clients.sglang_memory import UNSURE, Held
 from rl4llm.extensions.servers.clients.sglang_tensors import buckets, pickled
 from rl4llm.runtime.threads import in_own_thread
 
@@ -163,9 +163,8 @@ class SGLangClient(AdaptingClient):
             return await self.post_with(adapter, "/generate", body), adapter
 
     async def _from_disk(self, weight_ref: WeightRef) -> None:
-        """Have the server load a directory."""
         await self._check_model(weight_ref.path)
-        version = str((await self._held()).with_version(weight_ref.version))
+        version = str(replace(await self._held(), version=str(weight_ref.version)))
         body = {"model_path": weight_ref.path, "weight_version": version, "flush_cache": not self.keep_cache}
         await self.admin("/update_weights_from_disk", body)
 
@@ -274,7 +273,7 @@ class SGLangClient(AdaptingClient):
 
     async def _move(self, path: str, tags: Sequence[str], held: Held, asleep: frozenset[str]) -> None:
         """Free memory or take it, with a note before and after."""
-        await self._note(held.moving())
+        await self._note(replace(held, asleep=frozenset({UNSURE})))
         await self.admin(path, {"tags": tags})
         await self._note(replace(held, asleep=asleep))
 

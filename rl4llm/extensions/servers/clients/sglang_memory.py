@@ -7,20 +7,21 @@ survives the trainer that wrote it, but not the server.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rl4llm.core.errors import EngineError
 
 ASLEEP = " asleep:"
 UNSURE = "unsure"
+"""What sleeps while memory is freed or taken: a trainer that dies then leaves this note."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """The version of a server's weights as it reports it, and the kinds of memory that it freed.
 
-    >>> str(Held.of("12 asleep:weights").with_version(13)), str(Held("13"))
-    ('13 asleep:weights', '13')
+    >>> Held.of("12 asleep:weights").asleep, str(Held("13", frozenset({"weights"})))
+    (frozenset({'weights'}), '13 asleep:weights')
     """
 
     version: str
@@ -34,13 +35,6 @@ class Held:
 
     def __str__(self) -> str:
         return self.version + (ASLEEP + ",".join(sorted(self.asleep)) if self.asleep else "")
-
-    def with_version(self, version: int) -> Held:
-        return replace(self, version=str(version))
-
-    def moving(self) -> Held:
-        """Return the note for the time in which memory is freed or taken: a trainer that dies then leaves it."""
-        return replace(self, asleep=frozenset({UNSURE}))
 
     def check_known(self, url: str) -> None:
         """Raise EngineError if a trainer died while the server freed memory or took it."""

@@ -1,40 +1,98 @@
-"""One process group for all servers that load the same weights, so that the trainer sends each tensor once."""
+"""One process group for all servers that load the same weights, so that the trainer sends each tensor once.
+
+It is NCCL between GPUs and gloo on CPUs, and exists beside the default group, which belongs to the trainer's ranks (or to
+the server's). torch has no public call for that: `Broadcast` makes the same calls in the same order as servers do on their
+side, so that both ends find each other.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
+import socket
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
+from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, PrefixStore, Store, _new_process_group_helper, _world
 
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import WeightRef
-from rl4llm.extensions.servers.clients.broadcast import Broadcast
 from rl4llm.extensions.servers.clients.neighbour import check_same_nccl
 from rl4llm.extensions.servers.clients.sglang_tensors import buckets
 from rl4llm.runtime.threads import in_own_thread
 
+if TYPE_CHECKING:
+    from rl4llm.extensions.servers.clients.sglang import SGLangClient
+
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 5.0  # for a server to leave an unused process group
+TRAINER = 0
+JOIN_S = 1.0  # for servers to connect to a group that is given up, so that its end reaches them
 
 
-class Receiver(Protocol):
-    """A client whose server takes weights from a process group."""
+class Broadcast:
+    """The trainer's end of a group with the `world_size - 1` ranks of all its servers.
 
-    base_url: str
-    trainer_host: str
-    keep_cache: bool
+    `connect` blocks until they join, so they must be asked to join at the same time. If one does not, `close` ends the wait
+    of all others at once.
+    """
 
-    async def admin(self, path: str, body: Any, deadline_s: float | None = None) -> Any: ...
-    async def ranks(self) -> int: ...
-    async def transport(self) -> str: ...
-    def update(self) -> AbstractAsyncContextManager[None]: ...
+    def __init__(self, host: str, world_size: int, name: str, backend: str, timeout_s: float = 120.0):
+        with socket.socket() as probe:
+            probe.bind((host, 0))  # which fails if `host` is not this machine
+            self.host, self.port = host, int(probe.getsockname()[1])
+        self.world_size, self.name, self.backend = world_size, name, backend
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: dist.ProcessGroup | None = None
+        # All ranks, this one too, wait for each other as clients of one store: without it, each wait is an error.
+        self._meeting: Store | None = self._store(is_master=True)
+
+    def connect(self) -> None:
+        """Connect to the servers' ranks."""
+        # "tcp://" of torch would look for the store of torchrun's agent, which does not exist here.
+        if self._meeting is None:
+            raise ConnectionError(f"The process group {self.name} was left before it was complete.")
+        store = self._store(is_master=False)
+        options: dict[str, Any] = {"group_name": self.name, "timeout": self._timeout}
+        group, _ = _new_process_group_helper(
+            self.world_size, TRAINER, [], Backend(self.backend), PrefixStore(self.name, store), **options
+        )
+        _world.pg_group_ranks[group] = {i: i for i in range(self.world_size)}
+        self._group = group
+
+    def _store(self, *, is_master: bool) -> Store:
+        return dist.TCPStore(  # type: ignore[attr-defined] # not exported
+            self.host, self.port, self.world_size, is_master, self._timeout, wait_for_workers=False
+        )
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast tensors in order, and wait until all are sent."""
+        assert self._group is not None  # `connect` was called before
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = TRAINER, 0
+        for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
+            work.wait()
+        if self.backend == "nccl":
+            torch.cuda.synchronize(tensors[0].device)  # the current device of this thread is another
+
+    def close(self) -> None:
+        """Leave the group; one that is not complete is given up, by all who wait for it."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+        elif self._meeting is not None:
+            time.sleep(JOIN_S)
+        self._meeting = None
 
 
 class Together:
@@ -49,9 +107,9 @@ class Together:
     """
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[Receiver, ...], Broadcast] = {}
+        self.groups: dict[tuple[SGLangClient, ...], Broadcast] = {}
         self._missing: set[Any] = set()
-        self._waiting: dict[Receiver, asyncio.Future[None]] = {}
+        self._waiting: dict[SGLangClient, asyncio.Future[None]] = {}
         self._weight_ref: WeightRef | None = None
         self._sending: asyncio.Task[None] | None = None
 
@@ -69,7 +127,7 @@ class Together:
         self._missing.discard(client)
         self._begin()
 
-    async def send(self, client: Receiver, weight_ref: WeightRef) -> None:
+    async def send(self, client: SGLangClient, weight_ref: WeightRef) -> None:
         """Send the weights to a client's server, together with the other expected ones."""
         if client in self._missing and weight_ref is self._weight_ref:
             waiting = self._waiting[client] = asyncio.get_running_loop().create_future()
@@ -86,7 +144,7 @@ class Together:
         else:
             await self._send((client,), weight_ref)
 
-    async def leave(self, client: Receiver | None = None) -> None:
+    async def leave(self, client: SGLangClient | None = None) -> None:
         """Leave all groups, or those of a client's server, at both ends."""
         for clients in [key for key in self.groups if client is None or client in key]:
             await self._leave(clients)
@@ -99,7 +157,7 @@ class Together:
         self._sending = asyncio.create_task(self._send(tuple(waiting), self._weight_ref))
         self._sending.add_done_callback(partial(_settle, list(waiting.values())))
 
-    async def _send(self, clients: tuple[Receiver, ...], weight_ref: WeightRef) -> None:
+    async def _send(self, clients: tuple[SGLangClient, ...], weight_ref: WeightRef) -> None:
         clients = tuple(sorted(clients, key=lambda client: client.base_url))
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._leave, clients)
@@ -108,14 +166,20 @@ class Together:
                 for client in clients:
                     await updates.enter_async_context(client.update())
                 for names, tensors, version in buckets(weight_ref):
-                    body = _described(names, tensors, version, group)
-                    body["flush_cache"] = not clients[0].keep_cache
+                    body = {
+                        "names": names,
+                        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+                        "shapes": [list(tensor.shape) for tensor in tensors],
+                        "group_name": group.name,
+                        "weight_version": version,
+                        "flush_cache": not clients[0].keep_cache,
+                    }
                     whole = [tensor.detach().contiguous() for tensor in tensors]
                     taking = [client.admin("/update_weights_from_distributed", body) for client in clients]
                     await _meet(taking, partial(group.send, whole))
             undo.pop_all()
 
-    async def _join(self, clients: tuple[Receiver, ...]) -> Broadcast:
+    async def _join(self, clients: tuple[SGLangClient, ...]) -> Broadcast:
         """Make a group of the trainer, with rank 0, and all ranks of these servers."""
         for client in clients:
             await self.leave(client)
@@ -126,25 +190,22 @@ class Together:
         ranks = [await client.ranks() for client in clients]
         host, name = clients[0].trainer_host, f"rl4llm-{secrets.token_hex(6)}"
         group = self.groups[clients] = Broadcast(host, 1 + sum(ranks), name, transport)
-        bodies = [
-            {
-                "master_address": group.host,
-                "master_port": group.port,
-                "rank_offset": 1 + sum(ranks[:number]),
-                "world_size": group.world_size,
-                "group_name": group.name,
-                "backend": group.backend,
-            }
-            for number in range(len(clients))
-        ]
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        firsts = accumulate(ranks, initial=1)
         joining = [
-            client.admin("/init_weights_update_group", body)
-            for client, body in zip(clients, bodies, strict=True)
+            client.admin("/init_weights_update_group", {**body, "rank_offset": first})
+            for client, first in zip(clients, firsts, strict=False)
         ]
         await _meet(joining, group.connect)
         return group
 
-    async def _leave(self, clients: tuple[Receiver, ...]) -> None:
+    async def _leave(self, clients: tuple[SGLangClient, ...]) -> None:
         group = self.groups.pop(clients, None)
         if group is None:
             return
@@ -159,18 +220,6 @@ class Together:
 
 class _ApartError(Exception):
     """Not an error of this server: sending to all together failed, so each is tried alone."""
-
-
-def _described(
-    names: Sequence[str], tensors: Sequence[Tensor], version: str | None, group: Broadcast
-) -> dict[str, Any]:
-    return {
-        "names": names,
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-        "shapes": [list(tensor.shape) for tensor in tensors],
-        "group_name": group.name,
-        "weight_version": version,
-    }
 
 
 def _settle(waiting: Sequence[asyncio.Future[None]], sending: asyncio.Task[None]) -> None:

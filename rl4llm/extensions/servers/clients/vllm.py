@@ -152,7 +152,6 @@ class VLLMClient(AdaptingClient):
     async def _sample(
         self, prompt_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[ImagePlace]
     ) -> Sampled:
-        """Return what one request sampled."""
         before = await self._reads.get()
         check_convention(before.logprobs_mode, params)
         async with self.using_adapter() as adapter:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from rl4llm.core.errors import UnreachableError
 from rl4llm.extensions.servers.clients.server import NEVER_LOADED, field
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,32 +27,27 @@ class HeldVersions:
     asleep: frozenset[str] = frozenset()
 
 
-class FreshReads(Generic[T]):
+class FreshReads:
     """Shares one reading among many callers, but never one that began before they called."""
 
-    def __init__(self, read: Callable[[], Awaitable[T]]):
+    def __init__(self, read: Callable[[], Awaitable[HeldVersions]]):
         self._read = read
-        self._running: asyncio.Task[T] | None = None
-        self._next: asyncio.Task[T] | None = None
+        self._running: asyncio.Task[HeldVersions] | None = None
+        self._next: asyncio.Task[HeldVersions] | None = None
 
-    async def get(self) -> T:
+    async def get(self) -> HeldVersions:
         """Return the result of a reading that begins after this call."""
         if self._next is None or self._next.done():
             self._next = asyncio.ensure_future(self._after(self._running))
-            self._next.add_done_callback(_retrieved)  # its callers may have been cancelled
+            # its callers may have been cancelled, and asyncio would log an error that nobody took
+            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._next)
 
-    async def _after(self, running: asyncio.Task[T] | None) -> T:
+    async def _after(self, running: asyncio.Task[HeldVersions] | None) -> HeldVersions:
         if running is not None and not running.done():
             await asyncio.wait([running])
         self._running, self._next = self._next, None
         return await self._read()
-
-
-def _retrieved(task: asyncio.Task[Any]) -> None:
-    """Take note of a task's error, so that asyncio does not log it; whoever awaits the task gets it all the same."""
-    if not task.cancelled():
-        task.exception()
 
 
 def held_by(answer: Any) -> HeldVersions:

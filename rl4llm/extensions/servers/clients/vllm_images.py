@@ -22,12 +22,7 @@ KEPT = 32  # images whose tensors stay in memory, as text: 25 kB for each of the
 
 
 class RenderedImages:
-    """Has a vLLM server make the tensors of images, once for each image.
-
-    Args:
-        post: sends a request and returns the answer.
-        where: the server's address, in messages.
-    """
+    """Has a vLLM server make the tensors of images, once for each image; `post` sends it a request."""
 
     def __init__(self, post: Callable[[str, Mapping[str, Any]], Awaitable[Any]], where: str):
         self._post, self._where = post, where

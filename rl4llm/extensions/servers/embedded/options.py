@@ -49,8 +49,3 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     found.model = models[0]
     found.overrides = [f"model.path={found.model}", *found.overrides]
     return found
-
-
-def check_flags(words: Sequence[str]) -> None:
-    """Raise ConfigError for a command line that the server would refuse."""
-    read_options(words)

@@ -157,7 +157,6 @@ class EmbeddedServer:
         return {"success": True, "message": f"Version {version} was loaded in {took_s:.2f} s."}
 
     async def _check_weights(self, body: Any) -> Any:
-        """Answer with a checksum of the weights."""
         async with self._weights:
             return {"success": True, "per_engine_checksum": await asyncio.to_thread(checksum, self._model)}
 
@@ -207,7 +206,6 @@ class EmbeddedServer:
         return {"model_path": self._path, "weight_version": version_text(await self._engine.version())}
 
     async def _server_info(self, body: Any) -> Any:
-        """Answer with facts of the model and of the engine."""
         device = str(self._engine.device.type)
         info = {**await self._model_info(body), "device": device, "tp_size": 1, "answers": self._answers}
         return {**info, **await self._engine.health()}
@@ -216,7 +214,6 @@ class EmbeddedServer:
         return _json(self._openai.models())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a conversation in the form of OpenAI."""
         return await self._sent(request, self._openai.chat(await _body(request)))
 
     async def _text(self, request: web.Request) -> web.StreamResponse:

@@ -5,14 +5,14 @@ Between waking and loading, an engine holds arbitrary memory as weights, but wou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum
 from typing import Any
 
 from rl4llm.core.errors import EngineError
-from rl4llm.core.images import ImagePlace
-from rl4llm.core.types import Completion, SamplingParams, WeightRef
-from rl4llm.extensions.servers.fleet.fleet import FleetClient
+from rl4llm.core.types import WeightRef
+from rl4llm.extensions.servers.fleet.fleet import FleetClient, T
+from rl4llm.extensions.servers.fleet.member import Member, Trip
 
 
 class DeviceState(Enum):
@@ -33,20 +33,9 @@ class CohostedFleet(FleetClient):
     def awake(self) -> bool:
         return self.state is DeviceState.READY
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        session: str = "",
-        images: Sequence[ImagePlace] = (),
-    ) -> Completion:
+    async def _deliver(self, trip: Trip, ask: Callable[[Member], Coroutine[Any, Any, T]]) -> T:
         self._demand("generate", DeviceState.READY)
-        return await super().generate(prompt_ids, sampling_params, session=session, images=images)
-
-    async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
-        self._demand("score", DeviceState.READY)
-        return await super().score(token_ids, images)
+        return await super()._deliver(trip, ask)
 
     async def load(self, weight_ref: WeightRef) -> None:
         self._demand("load", DeviceState.EMPTY, DeviceState.LOADED, DeviceState.READY)

@@ -45,7 +45,6 @@ class FleetClient(BaseClient):
         fleet = FleetClient([SGLangClient(url, tokenizer, vocab_size=151936, context_length=4096) for url in urls])
 
     Args:
-        members: one client for each server.
         router: a client of a router in front of them. Requests then go through it while it works, weights still to each
             server.
         retry: how often a request is tried, and how long it waits after all servers were tried.
@@ -253,7 +252,6 @@ class FleetClient(BaseClient):
             trip.tried.clear()
 
     def _failed(self, member: Member, error: UnreachableError) -> None:
-        """Update the standing of a server after a failed attempt."""
         self._pool.counts["failures"] += 1
         if isinstance(error, DoubleReplyError):
             self._pool.counts["doubles"] += 1

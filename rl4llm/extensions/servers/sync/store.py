@@ -84,12 +84,8 @@ class WeightStore:
     ) -> WeightRef:
         """Write a version, one tensor at a time. To write the same weights again changes nothing.
 
-        Args:
-            version: its number.
-            specs: the model's list of tensors, which `tensors` must match, in order.
-            tensors: name and tensor of each weight.
-            write_config: writes the other files of a Hugging Face directory.
-            kind: "full", or "lora" for an adapter.
+        `tensors` must match `specs`, the model's list, in order; `write_config` writes the other files of a Hugging Face
+        directory.
 
         Raises WeightsError for a tensor that is missing, extra, not finite or of another shape or dtype, for a full disk,
         and when another store writes to this directory. Earlier versions stay as they were.
@@ -265,7 +261,7 @@ class WeightStore:
                 f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
             ]
         hashes = {
-            name: write_shard(directory / name, shard, tensors)
+            name: write_tensors(directory / name, shard, _checked(shard, tensors))
             for name, shard in zip(names, shards, strict=True)
         }
         check_ended(tensors)
@@ -326,14 +322,6 @@ def _name_dtype(config: Path, dtype: torch.dtype) -> None:
             {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in part}
         )
     config.write_text(json.dumps(read, indent=2) + "\n")
-
-
-def write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> str:
-    """Write the next tensors of `tensors`, which must match `specs`; return the file's xxh3_64.
-
-    Raises WeightsError for a tensor that is missing, not finite or of another name, shape or dtype, and OSError.
-    """
-    return write_tensors(path, specs, _checked(specs, tensors))
 
 
 def check_tensors(specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
