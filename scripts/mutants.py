@@ -419,7 +419,7 @@ REMOTE = _of(
      "test_remote.py::test_game_of_roles_on_a_host_equals_the_local_one"),
     ("replayed_role", "wire.py", "), message.role, rewards", "), rewards",
      "test_remote.py::test_game_that_replays_another_role_is_retried"),
-    ("opponents_stay_with_the_trainer", "hosted.py", "            return RemoteRolesEnv(*args, opponents=opponents,",
+    ("opponents_stay_with_the_trainer", "env.py", "            return RemoteRolesEnv(*args, opponents=opponents,",
      "            return RemoteRolesEnv(*args, opponents=None,",
      "test_remote.py::test_opponent_of_a_hosted_role_plays_in_the_trainer"),
     ("received_picture_without_limits", "wire.py", "else picture(part.picture)", "else Picture(part.picture)",

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl4llm.commands.arguments import add_overrides
-from rl4llm.commands.output import say
 from rl4llm.core.errors import ConfigError
 
 EXAMPLES = """examples:
@@ -48,8 +47,6 @@ def parser() -> argparse.ArgumentParser:
 def run(words: Sequence[str]) -> int:
     """Serve until Ctrl-C; `words` are those after ``rl4llm serve env``."""
     arguments = parser().parse_intermixed_args(words)
-    from rl4llm.extensions.remote.serve_env import serve_env
-
     if not 0 <= arguments.port < 65536:
         raise ConfigError(
             f"--port {arguments.port} is not accepted. Accepted: 1 to 65535, or 0 for a free port."
@@ -66,12 +63,6 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(
             "--tls-cert and --tls-key must be used together, as files in PEM format. Give both or neither."
         )
-    return serve_env(
-        names,
-        arguments.host,
-        arguments.port,
-        with_token=not arguments.no_token,
-        certificate=certificate,
-        overrides=arguments.overrides,
-        say=say,
-    )
+    from rl4llm.extensions.remote.serve_env import serve_env
+
+    return serve_env(arguments, names, certificate)

@@ -1,20 +1,26 @@
-"""An environment whose episodes are played on hosts, as the trainer sees it."""
+"""An environment whose episodes are played on hosts, as the trainer sees it, and what stands there for its class."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Coroutine, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from rl4llm.core.base_env import LLM, BaseMDPEnv, SampleState
+from rl4llm.compose.environments import OF_TRAINER
+from rl4llm.core.base_env import LLM, BaseMDPEnv, BaseRewardFunction, SampleState
 from rl4llm.core.base_reward import BaseBatchReward
-from rl4llm.core.errors import EnvError, HostsDownError
+from rl4llm.core.errors import ConfigError, EnvError, HostsDownError
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs import RolesEnv
+from rl4llm.extensions.remote import wire
 from rl4llm.extensions.remote.hosts import HostedEpisode, Hosts
 from rl4llm.extensions.remote.rpc import LostError
+from rl4llm.extensions.remote.token import read_token
 from rl4llm.rewards.ask import Broken
 from rl4llm.rewards.pool import RewardFailure
 
@@ -28,12 +34,8 @@ class RemoteEnv(BaseMDPEnv):
 
     The tokens stay in the trainer. An episode whose host is lost continues on another, see `HostedEpisode`. An episode
     that loses several hosts fails with the class ``env/host_lost``. Like all failed episodes it is retried, and left
-    out if it fails again. While no host is available, episodes wait.
-
-    Args:
-        hosts: connections to the hosts where the environment is open; closed together with it.
-        opened: the properties that the hosts reported.
-        name: the environment's name on the hosts.
+    out if it fails again. While no host is available, episodes wait. `opened` are the properties that the `hosts`
+    reported, whose connections are closed together with it.
     """
 
     def __init__(self, *args: Any, hosts: Hosts, opened: Any, name: str, **kwargs: Any):
@@ -122,11 +124,7 @@ class RemoteRolesEnv(RemoteEnv, RolesEnv):
 
 
 class RemoteReward(BaseBatchReward):
-    """A reward that a host computes at the end of an episode; here its score is only looked up.
-
-    Args:
-        of_host: its properties, as the host reports them.
-    """
+    """A reward that a host computes at the end of an episode; here its score is only looked up."""
 
     def __init__(self, of_host: Any):
         super().__init__(of_host.name)
@@ -143,3 +141,70 @@ class RemoteReward(BaseBatchReward):
         if isinstance(score, dict):
             return Broken(score["kind"], score["reason"])
         return score if self.per_turn else score[0]
+
+
+class HostedEnvironment:
+    """Stands for the class of an environment that hosts run, see `rl4llm.extensions.remote`; it connects at once.
+
+    Args:
+        options: ``env`` of a configuration: `name`, `remote` (host:port, or several), `remote_ca` (the certificate file
+            that TLS connections are verified with) and the options of the environment.
+    """
+
+    def __init__(self, options: Mapping[str, Any]):
+        self.options = {name: value for name, value in options.items() if name not in OF_TRAINER}
+        self.__name__ = self.__qualname__ = self.name = options["name"]
+        authority = Path(str(options["remote_ca"])) if options.get("remote_ca") else None
+        self.hosts = Hosts(_addresses(options["remote"]), read_token(os.environ), authority=authority)
+        offer = self.hosts.offer(self.name)
+        self.default_rewards = json.loads(offer.default_rewards)
+        self.prompts = self._prompts if offer.brings_prompts else None
+        if offer.has_roles:  # opponents take their turns in the trainer's process, as the policy does
+            self.options.pop("opponents", None)
+        self._opened: Any = None
+
+    def rewards(
+        self, specs: Sequence[Any], tokenizer: Any, row: Mapping[str, Any], seed: int
+    ) -> list[BaseRewardFunction]:
+        """Open the environment with these rewards. Raises ConfigError if a host refuses a reward or an option."""
+        with tempfile.TemporaryDirectory(prefix="rl4llm-tokenizer-") as directory:
+            tokenizer.save_pretrained(directory)
+            files = {file.name: file.read_bytes() for file in Path(directory).iterdir() if file.is_file()}
+        wanted = wire.OpenRequest(
+            environment=self.name,
+            options=self._options(),
+            rewards=[wire.to_json(spec, "rewards: one of them") for spec in specs],
+            seed=seed,
+            row=wire.row_json(row, "data: its first row"),
+            tokenizer=files,
+        )
+        self._opened = self.hosts.open(wanted)
+        return [RemoteReward(reward) for reward in self._opened.rewards]
+
+    def __call__(self, *args: Any, opponents: Any = None, **kwargs: Any) -> BaseMDPEnv:
+        own: dict[str, Any] = {"hosts": self.hosts, "opened": self._opened, "name": self.name}
+        if self._opened.roles:
+            return RemoteRolesEnv(*args, opponents=opponents, **own, **kwargs)
+        return RemoteEnv(*args, **own, **kwargs)
+
+    def _prompts(self, split: str, limit: int | None = None) -> Sequence[Mapping[str, Any]]:
+        wanted = {"environment": self.name, "options": self._options(), "split": split, "limit": limit}
+        return self.hosts.prompts(wire.PromptsRequest(**wanted))
+
+    def _options(self) -> str:
+        return wire.to_json(self.options, "env: its options")
+
+
+def _addresses(remote: Any) -> list[str]:
+    addresses = list(remote) if isinstance(remote, list | tuple) else [remote]
+    for address in addresses:
+        host, _, port = str(address).rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(
+                f"env.remote={address!r} is not accepted. Accepted: host:port, or a list of them."
+            )
+    if not addresses or len(set(addresses)) < len(addresses):
+        raise ConfigError(
+            f"env.remote={addresses} is not accepted. Accepted: host:port, or a list of different ones."
+        )
+    return addresses

@@ -50,7 +50,6 @@ class EnvHost:
     Args:
         names: the environments on offer, registered ones or ``package.module:Class``.
         sandbox: creates the sandbox for programs of the policy; each trainer has a separate one, which ends with it.
-        say: receives status lines.
     """
 
     def __init__(
@@ -68,7 +67,15 @@ class EnvHost:
                 f"this host uses protocol {wire.PROTOCOL} (rl4llm {__version__}), but the trainer uses protocol "
                 f"{request.protocol} (rl4llm {request.version}). Install the same version on both."
             )
-        offers = [self._offer(name, made) for name, made in self._classes.items()]
+        offers = [
+            wire.Offer(
+                name=name,
+                brings_prompts=made.prompts is not None,
+                default_rewards=json.dumps(list(made.default_rewards)),
+                has_roles=issubclass(made, RolesEnv),
+            )
+            for name, made in self._classes.items()
+        ]
         return wire.HelloReply(protocol=wire.PROTOCOL, version=__version__, offers=offers)
 
     async def prompts(self, request: Any) -> AsyncIterator[Any]:
@@ -125,16 +132,6 @@ class EnvHost:
                 f"{unknown('env.name', name, self._classes)} A host offers the environments in its --env."
             )
         return self._classes[name]
-
-    @staticmethod
-    def _offer(name: str, made: type[BaseMDPEnv]) -> Any:
-        rewards = json.dumps(list(made.default_rewards))
-        return wire.Offer(
-            name=name,
-            brings_prompts=made.prompts is not None,
-            default_rewards=rewards,
-            has_roles=issubclass(made, RolesEnv),
-        )
 
     def _prompts(self, request: Any) -> Sequence[Mapping[str, Any]]:
         """Return the rows that an environment brings. May block."""

@@ -38,7 +38,6 @@ class Hosts:
     there again, which is retried all the time.
 
     Args:
-        addresses: host:port of each.
         token: the shared token; "" to read the token file of a host on this machine.
         authority: the certificate file that TLS connections are verified with; None for no encryption.
     """

@@ -2,5 +2,5 @@
 
 PROVIDES = {
     "rl4llm.servers": {"env": "rl4llm.extensions.remote.command:run"},
-    "rl4llm.parts": {"hosted_environment": "rl4llm.extensions.remote.hosted:HostedEnvironment"},
+    "rl4llm.parts": {"hosted_environment": "rl4llm.extensions.remote.env:HostedEnvironment"},
 }

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -283,26 +283,27 @@ def _handlers(behaviour: Any) -> dict[str, Any]:
 
 def _answering(behave: Callable[..., Any]) -> Callable[..., Any]:
     async def handle(request: Any, context: Any) -> Any:
-        try:
+        async with _reported(context):
             return await behave(request)
-        except RL4LLMError as error:  # gRPC reports others to the caller, and prints the traceback here
-            await _abort(context, error)
 
     return handle
 
 
 def _streaming(behave: Callable[..., Any]) -> Callable[..., Any]:
     async def handle(requests: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            async with aclosing(behave(requests)) as answers:
-                async for answer in answers:
-                    yield answer
-        except RL4LLMError as error:  # gRPC reports others to the caller, and prints the traceback here
-            await _abort(context, error)
+        async with _reported(context), aclosing(behave(requests)) as answers:
+            async for answer in answers:
+                yield answer
 
     return handle
 
 
-async def _abort(context: Any, error: RL4LLMError) -> None:
-    code = grpc.StatusCode.NOT_FOUND if isinstance(error, NotFoundError) else grpc.StatusCode.INVALID_ARGUMENT
-    await context.abort(code, shortened(str(error), TRAILER_CHARS))
+@asynccontextmanager
+async def _reported(context: Any) -> AsyncIterator[None]:
+    """End the call with the text of an error; gRPC reports others to the caller, and prints the traceback here."""
+    try:
+        yield
+    except RL4LLMError as error:
+        missing = isinstance(error, NotFoundError)
+        code = grpc.StatusCode.NOT_FOUND if missing else grpc.StatusCode.INVALID_ARGUMENT
+        await context.abort(code, shortened(str(error), TRAILER_CHARS))

@@ -7,6 +7,7 @@ configured token; on loopback, the host creates one that only the same user can 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl4llm.commands.output import say
 from rl4llm.compose.environments import build_sandbox
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
@@ -30,23 +32,13 @@ LEAVE_S = 3.0  # to exit after a signal, even if an environment hangs
 
 
 def serve_env(
-    names: Sequence[str],
-    host: str,
-    port: int,
-    *,
-    with_token: bool,
-    certificate: tuple[Path, Path] | None,
-    overrides: Sequence[str],
-    say: Callable[[str], None],
+    arguments: argparse.Namespace, names: Sequence[str], certificate: tuple[Path, Path] | None
 ) -> int:
-    """Host environments until a signal arrives. Raises ConfigError for settings that are not safe or not valid.
+    """Host environments until a signal arrives, given the command line and the files of a certificate and its key.
 
-    Args:
-        names: the environments.
-        port: 0 for any free port.
-        certificate: the files of a certificate and its key, for TLS.
-        overrides: keys of the section `sandbox`.
+    Raises ConfigError for settings that are not safe or not valid.
     """
+    host, port, with_token = arguments.host, arguments.port, not arguments.no_token
     token = read_token(os.environ) if with_token else ""
     os.environ.pop(VARIABLE, None)  # processes of environments and rewards do not need it
     if not is_loopback(host) and not token:
@@ -56,7 +48,10 @@ def serve_env(
         )
     if port:
         check_free(host, port)
-    env_host, made = EnvHost(names, _sandbox(overrides), say), new_token() if with_token and not token else ""
+    env_host, made = (
+        EnvHost(names, _sandbox(arguments.overrides), say),
+        new_token() if with_token and not token else "",
+    )
     shown = f"Hosting {', '.join(names)} at {f'[{host}]' if ':' in host else host}"
 
     async def serve() -> None:
@@ -64,7 +59,7 @@ def serve_env(
         known = ", for trainers with the same token" if token else ""
         with kept(made, server.port) if made else contextlib.nullcontext() as file:
             known = f", for trainers that can read its token file: {file}" if made else known
-            await _serve(server, f"{shown}:{server.port}{known}.", say)
+            await _serve(server, f"{shown}:{server.port}{known}.")
 
     asyncio.run(serve())
     return 0
@@ -82,7 +77,7 @@ def _sandbox(overrides: Sequence[str]) -> Callable[[], Any]:
     return partial(build_sandbox, config)
 
 
-async def _serve(server: Server, started: str, say: Callable[[str], None]) -> None:
+async def _serve(server: Server, started: str) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

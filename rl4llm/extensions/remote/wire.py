@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pb2, message_factory
 
 from rl4llm.core.errors import DataError, EnvError
 from rl4llm.core.images import Image, ImagePlace, Picture
@@ -30,18 +30,11 @@ COMPILED = Path(__file__).with_name("environments.binpb")
 PACKAGE = "rl4llm.environments.v1"
 
 
-def _read() -> tuple[dict[str, Any], Any]:
-    pool = descriptor_pool.DescriptorPool()
-    files = descriptor_pb2.FileDescriptorSet.FromString(COMPILED.read_bytes()).file
-    for file in files:
-        pool.AddSerializedFile(file.SerializeToString())
-    classes = message_factory.GetMessageClassesForFiles([file.name for file in files], pool)
-    return {name.removeprefix(f"{PACKAGE}."): made for name, made in classes.items()}, pool.FindServiceByName(
-        f"{PACKAGE}.Environments"
-    )
-
-
-MESSAGES, SERVICE = _read()
+FILES = descriptor_pb2.FileDescriptorSet.FromString(COMPILED.read_bytes()).file
+MESSAGES: dict[str, Any] = {
+    name.removeprefix(f"{PACKAGE}."): made for name, made in message_factory.GetMessages(FILES).items()
+}
+SERVICE = MESSAGES["Said"].DESCRIPTOR.file.services_by_name["Environments"]
 Begin, Said, Answer, Score = (MESSAGES[name] for name in ("Begin", "Said", "Answer", "Score"))
 HelloRequest, HelloReply, Offer = (MESSAGES[name] for name in ("HelloRequest", "HelloReply", "Offer"))
 PromptsRequest, Row = MESSAGES["PromptsRequest"], MESSAGES["Row"]
@@ -217,7 +210,6 @@ def row_of(text: str, where: str) -> dict[str, Any]:
 
 
 def _has_pictures(message: Any) -> bool:
-    """Return whether a message contains pictures."""
     given = message if isinstance(message, Mapping) else {}
     lists = [given[key] for key in ("parts", "content") if isinstance(given.get(key), list)]
     return any(isinstance(part, Picture) for parts in lists for part in parts)

@@ -23,9 +23,8 @@ from rl4llm.envs import DebateEnv, ToolMDPEnv
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.remote import hosts as trainer_side
 from rl4llm.extensions.remote import wire
-from rl4llm.extensions.remote.env import LOST
+from rl4llm.extensions.remote.env import LOST, HostedEnvironment
 from rl4llm.extensions.remote.host import EnvHost
-from rl4llm.extensions.remote.hosted import HostedEnvironment
 from rl4llm.extensions.remote.rpc import HostChannel, LostError
 from rl4llm.extensions.remote.serve_env import _leave_within
 from rl4llm.extensions.remote.token import kept, new_token, token_of_start
@@ -753,7 +752,7 @@ def test_an_environment_on_a_host_brings_its_prompts(host):
 CLIENT = """
 import sys, time
 sys.path[:0] = {path}
-from rl4llm.extensions.remote.hosted import HostedEnvironment
+from rl4llm.extensions.remote.env import HostedEnvironment
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.extensions.remote.hosts import HostedEpisode
 from rl4llm.core.base_env import SampleState, ChatMessage

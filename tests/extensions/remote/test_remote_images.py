@@ -20,7 +20,7 @@ from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.remote import wire
-from rl4llm.extensions.remote.hosted import HostedEnvironment
+from rl4llm.extensions.remote.env import HostedEnvironment
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import as_reward_function
 from rl4llm.runtime.runner import Runner
