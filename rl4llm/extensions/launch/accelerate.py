@@ -9,17 +9,14 @@ from rl4llm.compose.setup import Machine
 from rl4llm.config import Config, flatten
 from rl4llm.core.errors import ConfigError
 
+OFFLOAD = "ACCELERATE_DEEPSPEED_OFFLOAD_{}_DEVICE"
 FOREIGN = (
     ("ACCELERATE_USE_MEGATRON_LM", "true", "Megatron-LM"),
     ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "a parallelism_config"),
     ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision: fp16"),
     ("ACCELERATE_MIXED_PRECISION", "fp8", "mixed_precision: fp8"),
-    (
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-        "nvme",
-        "offloading to nvme, except in `backend.config`",
-    ),
-    ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "nvme", "offloading to nvme, except in `backend.config`"),
+    (OFFLOAD.format("OPTIMIZER"), "nvme", "offloading to nvme, except in `backend.config`"),
+    (OFFLOAD.format("PARAM"), "nvme", "offloading to nvme, except in `backend.config`"),
 )
 """Variables that accelerate sets for its processes, with the values that have no counterpart, and what those mean."""
 
@@ -64,10 +61,5 @@ def _keys(environ: Mapping[str, str]) -> dict[str, Any]:
         "backend.name": "deepspeed",
         "backend.zero_stage": int(environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)),
     }
-    names = {"OPTIMIZER": "backend.offload_optimizer", "PARAM": "backend.offload_param"}
-    on_cpu = (
-        key
-        for name, key in names.items()
-        if environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE") == "cpu"
-    )
-    return wanted | dict.fromkeys(on_cpu, True)
+    on_cpu = [what for what in ("optimizer", "param") if environ.get(OFFLOAD.format(what.upper())) == "cpu"]
+    return wanted | {f"backend.offload_{what}": True for what in on_cpu}

@@ -113,9 +113,8 @@ def _check_config(arguments: argparse.Namespace) -> None:
 
 
 def _ranks(arguments: argparse.Namespace) -> int:
-    """Train with several processes on this machine."""
     from rl4llm.config import load_config
-    from rl4llm.extensions.launch.devices import check_ranks
+    from rl4llm.extensions.launch.local import check_ranks
     from rl4llm.extensions.launch.ranks import Nodes, launch
 
     config = load_config(arguments.config, arguments.overrides)
@@ -172,7 +171,6 @@ def _elsewhere(arguments: argparse.Namespace) -> int:
 
 
 def _part(arguments: argparse.Namespace) -> int:
-    """Run as one process of a launched job."""
     from rl4llm.extensions.launch.roles import part
 
     words = part(arguments.config, arguments.overrides, arguments.role, os.environ, force=arguments.force)

@@ -16,10 +16,9 @@ class ClusterJob:
 
     Args:
         name: lower-case letters, digits and "-", which all launchers accept.
-        roles: the roles of the run, trainer first.
+        roles: those of the run, trainer first.
         directory: base of relative paths in the configuration, on every machine.
         options: the values of `--option KEY=VALUE`; each launcher's module lists its options.
-        config: the text of the configuration.
     """
 
     name: str
@@ -36,9 +35,6 @@ class ClusterJob:
     def secrets_are_set(self) -> list[str]:
         """Return lines that end a bash script at once if a secret is missing; its value is in no file."""
         return [f': "${{{name}:?must be set to a long random string}}"' for name in self.secrets]
-
-    def option(self, name: str, default: str = "") -> str:
-        return self.options.get(name, default)
 
     def check_options(self, known: Sequence[str], launcher: str) -> None:
         """Refuse options that the launcher does not know."""

@@ -84,9 +84,7 @@ def prepared(
 ) -> tuple[Path, dict[str, str], list[str], ClusterJob]:
     """Return the directory of a job's files, their texts by name, the command that submits them there, and the job.
 
-    Args:
-        options: `KEY=VALUE` for the launcher.
-        out: a directory for the files; by default output.dir followed by "-" and the launcher's name.
+    The directory is by default output.dir followed by "-" and the launcher's name.
     """
     if name not in LAUNCHERS:
         raise ConfigError(unknown("--on", name, ("local", *LAUNCHERS)))

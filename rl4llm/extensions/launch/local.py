@@ -1,4 +1,7 @@
-"""This machine: all processes of a run are children of this one, and none of them outlives it."""
+"""This machine: all processes of a run are children of this one, and none of them outlives it.
+
+A run gets all GPUs, or those that CUDA_VISIBLE_DEVICES leaves visible.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
+import torch
+
 from rl4llm.config import Config, load_config
-from rl4llm.extensions.launch.devices import check_gpus, present
+from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch.job import Assignment, places
 from rl4llm.extensions.launch.ranks import STOPPED
 from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, log_of, roles
 from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime.gpus import VISIBLE, visible_gpus
 from rl4llm.runtime.ports import free_port
 from rl4llm.runtime.supervise import last_words, start
 from rl4llm.runtime.watchdog import stop_signals
@@ -83,15 +89,35 @@ def planned(
     (found,) = places([{role.name: role.count for role in wanted}], wanted)
     if gpus is not None:
         asked = max((int(device) + 1 for place in found for device in place.devices), default=0)
-        check_gpus(asked, _asked(chosen), gpus, os.environ)
+        launch = chosen.launch
+        servers = f", launch.servers={launch.servers}, launch.server_gpus={launch.server_gpus}"
+        what = f"The run (launch.nproc={launch.nproc}{servers if launch.servers else ''})"
+        check_gpus(asked, what, gpus, os.environ)
         found = [replace(one, devices=tuple(gpus[int(device)] for device in one.devices)) for one in found]
     return found, {hosts_variable(role.name): ",".join(_hosts(role)) for role in wanted}
 
 
-def _asked(config: Config) -> str:
-    launch = config.launch
-    servers = f", launch.servers={launch.servers}, launch.server_gpus={launch.server_gpus}"
-    return f"The run (launch.nproc={launch.nproc}{servers if launch.servers else ''})"
+def present(environ: Mapping[str, str]) -> list[str]:
+    """Return the visible GPUs of this machine, as CUDA_VISIBLE_DEVICES names them for a process that gets some of them."""
+    count, names = torch.cuda.device_count(), visible_gpus(environ)
+    return [str(number) for number in range(count)] if names is None else names[:count]
+
+
+def check_gpus(asked: int, what: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if `what` asks for more GPUs than the visible ones, `names`."""
+    if asked > len(names):
+        visible = f" ({VISIBLE}={environ[VISIBLE]!r})" if VISIBLE in environ else ""
+        raise ConfigError(
+            f"{what} needs {asked} GPU(s), but this machine has {len(names)} visible{visible}. Next: lower these numbers, "
+            "make more GPUs visible, or run without GPUs (model.device=cpu launch.server_gpus=0)."
+        )
+
+
+def check_ranks(config: Config, nproc: int, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for more processes on this machine than GPUs. Where it has none, they train on the CPU."""
+    names = present(environ)
+    if config.model.device != "cpu" and names:
+        check_gpus(nproc, f"--nproc {nproc}, with one process per GPU,", names, environ)
 
 
 def _hosts(role: Role) -> list[str]:

@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,7 @@ from packaging.requirements import Requirement
 from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.extensions.launch import volume
-from rl4llm.extensions.launch.job import ClusterJob
-from rl4llm.extensions.launch.modal import CONFIG, SHARED, check
+from rl4llm.extensions.launch.modal import CONFIG, SHARED
 from rl4llm.extensions.launch.roles import NUMBER, SGLANG, Role, hosts_variable, roles
 from rl4llm.runs.run_dir import RunDir
 
@@ -51,11 +50,7 @@ SHOWS_WITHIN_S = 600.0  # to commit and reload a version of many GB
 
 @dataclass(frozen=True, slots=True)
 class ModalRun:
-    """What `modal run` finds in the generated file.
-
-    Args:
-        app: trainer and servers; running it starts the servers.
-    """
+    """What `modal run` finds in the generated file; running the app starts the servers."""
 
     app: modal.App
     trainer: modal.Function[..., Any, Any]
@@ -73,15 +68,9 @@ class ModalRun:
 
 
 def build(path: Path, name: str, options: Mapping[str, str]) -> ModalRun:
-    """Return the app of a configuration, not started. Raises ConfigError.
-
-    Args:
-        path: the configuration file, which is copied into every container.
-        options: the options of `rl4llm.extensions.launch.modal`.
-    """
+    """Return the app of a configuration, not started, whose file is copied into every container. Raises ConfigError."""
     config = load_config(path)
     wanted = {role.name: role for role in roles(config, ("rl4llm", "launch", CONFIG))}
-    check(ClusterJob(name, list(wanted.values()), Path(SHARED), options, path.read_text()))
     image = _image(config, path, options, servers="server" in wanted)
     disk = options.get("volume", "rl4llm")
     shared: dict[str, Any] = {
@@ -158,6 +147,14 @@ def _work() -> None:
         os._exit(code)
 
 
+@contextlib.contextmanager
+def _raised_as(kind: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except modal.exception.Error as error:
+        raise kind(f"Modal: {error}") from error
+
+
 class Programs:
     """A sandbox of Modal, without network, secrets or volume, which runs and judges programs of the policy.
 
@@ -170,27 +167,21 @@ class Programs:
             "rl4llm", ignore=CACHES
         )
         walls: dict[str, Any] = {"block_network": True, "timeout": DAY_S, "cpu": 1.0, "memory": 2048}
-        try:
+        with _raised_as(OSError), contextlib.ExitStack() as undo:
             app = modal.App.lookup("rl4llm-programs", create_if_missing=True)
             self._sandbox = modal.Sandbox.create(app=app, image=image, **walls)
-        except modal.exception.Error as error:
-            raise OSError(f"Modal: {error}") from error
-        try:
+            undo.callback(self.close)  # otherwise it would run, and cost money, for a day
             self._process = self._sandbox.exec(
                 "python", "-m", "rl4llm.extensions.sandbox.serve", workdir=SOURCES
             )
-        except modal.exception.Error as error:
-            self.close()  # otherwise it would run, and cost money, for a day
-            raise OSError(f"Modal: {error}") from error
+            undo.pop_all()
         self.output = self._process.stdout
 
     def send(self, line: str) -> None:
         """Write a line to its standard input."""
-        try:
+        with _raised_as(OSError):
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.drain()
-        except modal.exception.Error as error:
-            raise OSError(f"Modal: {error}") from error
 
     def close(self) -> None:
         """Terminate the sandbox."""
@@ -312,23 +303,23 @@ def _python() -> str:
 
 
 class Disk:
-    """The volume in this container. If Modal does not respond, the call is retried, for example while a file is open."""
+    """The volume in this container.
+
+    `commit` makes local writes visible to others, and `reload` the commits of others here. Both raise RuntimeError if they
+    can be retried later: while a file is open, and if Modal does not respond.
+    """
 
     def __init__(self, name: str):
         self._volume = modal.Volume.from_name(name)
 
+    @_raised_as(RuntimeError)
     def commit(self) -> None:
-        self._tried(self._volume.commit)
+        self._volume.commit()
 
+    @_raised_as(RuntimeError)
     def reload(self) -> None:
-        self._tried(self._volume.reload)
-
-    def _tried(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except modal.exception.Error as error:
-            raise RuntimeError(f"Modal: {error}") from error
+        self._volume.reload()
 
 
-def _volume() -> volume.Volume:
+def _volume() -> Disk:
     return Disk(os.environ[VOLUME])

@@ -45,11 +45,9 @@ class Role:
     """One kind of process of a run.
 
     Args:
-        name: trainer, server, router or env.
         count: number of processes; for the trainer, machines with `nproc` processes each.
         command: starts each process, given the environment variables with all hosts.
-        gpus: GPUs of each process; 0 for none.
-        gpu: type of the GPUs; None for any.
+        gpus, gpu: number of GPUs of each process, and their type, or None for any.
         shares_gpus: whether its processes use the trainer's GPUs, in turns with it.
         secrets: environment variables that must be set where it runs; no file contains them.
         cpus: processors that launchers ask for, by default, for each process.
@@ -129,9 +127,7 @@ def words(
 ) -> list[str]:
     """Return the command line, after ``rl4llm``, of process `number` of a role.
 
-    Args:
-        source: the configuration file and its overrides, as on the command line.
-        hosts: the hosts of each role, ordered by number.
+    `source` are the configuration file and its overrides; the hosts of each role are in the order of their numbers.
     """
     if not 0 <= number < role.count:
         raise ConfigError(
@@ -143,7 +139,8 @@ def words(
         return [*_server(config), *_log(config, "server", number, host), *where]
     if role.name == "router":
         own = [*_cpu(config), "--restarts", "3", *_log(config, "router", number, host)]
-        return ["serve", "--engine", "sglang-router", *own, *_workers(hosts["server"]), *where]
+        urls = [_url("server", host, number) for number, host in enumerate(hosts["server"])]
+        return ["serve", "--engine", "sglang-router", *own, "--worker-urls", *urls, *where]
     if role.name == "env":
         return ["serve", "env", "--env", ",".join(_hosted(config)), *where]
     return ["launch", *source, *_connected(config, hosts), *_ranks(config, number, hosts["trainer"])]
@@ -154,9 +151,7 @@ def part(
 ) -> list[str]:
     """Return the words after ``rl4llm`` of the process with the role `name`. Raises ConfigError for an invalid role.
 
-    Args:
-        environ: RL4LLM_NUMBER, and the hosts of every role of the configuration.
-        force: whether the trainer resumes a run although its configuration changed.
+    `environ` has RL4LLM_NUMBER and the hosts of every role of the configuration.
     """
     chosen = load_config(config, overrides)
     here = all(is_loopback(host) for host in environ.get(hosts_variable("trainer"), "?").split(","))
@@ -213,19 +208,8 @@ def _server(config: Config) -> list[str]:
     in_turns = IN_TURNS[engine] if launch.server_gpus and config.inference.get("cohost") else ()
     keys = flatten(config)
     computing = [f"{key}={str(keys[key]).lower()}" for key in COMPUTING] if engine == "embedded" else []
-    return [
-        "serve",
-        "--engine",
-        engine,
-        *_cpu(config),
-        "--restarts",
-        "3",
-        *named,
-        *shards,
-        *in_turns,
-        *computing,
-        *launch.server_flags,
-    ]
+    own = [*_cpu(config), "--restarts", "3", *named, *shards, *in_turns, *computing]
+    return ["serve", "--engine", engine, *own, *launch.server_flags]
 
 
 def _log(config: Config, role: str, number: int, host: str) -> list[str]:
@@ -235,10 +219,6 @@ def _log(config: Config, role: str, number: int, host: str) -> list[str]:
 
 def _cpu(config: Config) -> list[str]:
     return [] if config.launch.server_gpus else ["--cpu"]
-
-
-def _workers(servers: Sequence[str]) -> list[str]:
-    return ["--worker-urls", *(_url("server", host, number) for number, host in enumerate(servers))]
 
 
 def _hosted(config: Config) -> list[str]:

@@ -66,7 +66,7 @@ def render(job: ClusterJob) -> dict[str, str]:
     lines = ["#!/usr/bin/env bash", *_head(job, components), "set -euo pipefail", *job.secrets_are_set()]
     lines += [
         f"cd {shlex.quote(str(job.directory))}",
-        *filter(None, [job.option("setup")]),
+        *filter(None, [job.options.get("setup")]),
         FUNCTIONS.rstrip(),
     ]
     where = {role.name: _step(job, role, index, len(components)) for index, role in enumerate(components)}

@@ -60,7 +60,7 @@ exit "$code"
 def render(job: ClusterJob) -> dict[str, str]:
     """Return the script. It exits with the trainer's exit code; 75 means that the run resumes when started again."""
     job.check_options(OPTIONS, "ssh")
-    names, machines = read_hosts_file(Path(job.option("hosts")))
+    names, machines = read_hosts_file(Path(job.options.get("hosts", "")))
     found = places(machines, job.roles)
     known = [
         f"{hosts_variable(role.name)}={','.join(_hosts_of(role.name, names, found))}" for role in job.roles
@@ -72,7 +72,9 @@ def render(job: ClusterJob) -> dict[str, str]:
         "# Starts every process through ssh; Ctrl-C stops all of them.",
         "set -eu",
     ]
-    lines += [*job.secrets_are_set(), f"remote={shlex.quote(shlex.quote(_remote(job)))}", START.rstrip()]
+    begin = [f"cd {shlex.quote(str(job.directory))} || exit", *filter(None, [job.options.get("setup")])]
+    remote = shlex.quote(shlex.quote("\n".join([*begin, REMOTE])))
+    lines += [*job.secrets_are_set(), f"remote={remote}", START.rstrip()]
     for name, place in started:
         trains = place.role.name == "trainer"
         own = [f"{variable}={value}" for variable, value in place.environ().items()]
@@ -120,9 +122,3 @@ def _hosts_of(role: str, names: Sequence[str], found: Sequence[Sequence[Assignme
         for place in machine
         if place.role.name == role
     ]
-
-
-def _remote(job: ClusterJob) -> str:
-    """Return the script for the other machine's bash; its arguments are the names of secrets and a command."""
-    begin = [f"cd {shlex.quote(str(job.directory))} || exit", *filter(None, [job.option("setup")])]
-    return "\n".join([*begin, REMOTE])

@@ -10,61 +10,56 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rl4llm.commands.output import say
 from rl4llm.runtime.supervise import start
+
+if TYPE_CHECKING:
+    from rl4llm.extensions.launch.modal_app import Disk
 
 LOOK_S = 0.5
 GRACE_S = 25.0  # a container that is shut down has 30 s
 
 
-class Volume(Protocol):
-    """A directory that several containers share."""
-
-    def commit(self) -> None:
-        """Make local writes visible to others. Raises RuntimeError if it can be retried later."""
-
-    def reload(self) -> None:
-        """Make the commits of others visible. Raises RuntimeError while a file is open here."""
-
-
 def train(
-    volume: Volume, command: Sequence[str], environ: Mapping[str, str], directory: Path, named: Sequence[Path]
+    volume: Disk, command: Sequence[str], environ: Mapping[str, str], directory: Path, named: Sequence[Path]
 ) -> int:
-    """Run a trainer to its end in `directory` and return its exit code. However it ends, the run is saved and
-    committed.
+    """Run a trainer to its end in `directory` and return its exit code. However it ends, the run is saved and committed.
 
-    Args:
-        named: files and directories that are created or replaced when something of the run is complete.
+    The files and directories `named` are created or replaced when something of the run is complete.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    process = start(command, environ, GRACE_S, directory=directory)
-    committed = _stamps(named)
-    done = Done()
+    committed, done = _stamps(named), Done()
+
+    def look() -> None:
+        nonlocal committed
+        if (now := _stamps(named)) != committed:
+            committed = now if done(volume.commit) else committed
+
     try:
-        while process.poll() is None:
-            time.sleep(LOOK_S)
-            if (now := _stamps(named)) != committed:
-                committed = now if done(volume.commit) else committed
-        return process.returncode
+        return _run(command, environ, directory, look)
     finally:
-        process.terminate()
-        process.wait()
         done(volume.commit)
 
 
-def serve(volume: Volume, command: Sequence[str], environ: Mapping[str, str]) -> int:
+def serve(volume: Disk, command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a server until it ends and return its exit code.
 
     Its working directory is not on the volume, which could not be reloaded then.
     """
-    process = start(command, environ, GRACE_S, directory=Path("/"))
     done = Done()
+    return _run(command, environ, Path("/"), lambda: done(volume.reload))
+
+
+def _run(
+    command: Sequence[str], environ: Mapping[str, str], directory: Path, look: Callable[[], object]
+) -> int:
+    process = start(command, environ, GRACE_S, directory=directory)
     try:
         while process.poll() is None:
             time.sleep(LOOK_S)
-            done(volume.reload)
+            look()
         return process.returncode
     finally:
         process.terminate()

@@ -8,8 +8,7 @@ import torch
 from rl4llm.cli import main
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch import local
-from rl4llm.extensions.launch.devices import present
-from rl4llm.extensions.launch.local import launch_here, own, planned
+from rl4llm.extensions.launch.local import launch_here, own, planned, present
 
 RUN = ["model.path=hub/model", "data.path=arithmetic", "inference.name=sglang", "launch.servers=1"]
 BOTH = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-94f1da9b-6c27-5d2d-9d1f-ef5d3b2a1c11"]
