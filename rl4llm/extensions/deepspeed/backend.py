@@ -31,16 +31,14 @@ from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
 from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.extensions.deepspeed.builds import watched_builds
 from rl4llm.extensions.deepspeed.config import (
-    Demands,
     ZeroOptions,
     check_leaves,
     check_precision,
     engine_config,
     zero_section,
 )
-from rl4llm.extensions.deepspeed.gathered_adapter import GatheredAdapter
 from rl4llm.extensions.deepspeed.zero_optimizer import NoOptimizer, ReplicatedOptimizer, ZeroOptimizer
-from rl4llm.extensions.deepspeed.zero_parts import put_together, whole_shape
+from rl4llm.extensions.deepspeed.zero_parts import GatheredAdapter, put_together, whole_shape
 from rl4llm.runs.tensor_file import TensorFile
 from rl4llm.runtime.ranks import Ranks
 
@@ -93,10 +91,13 @@ class DeepSpeedBackend(ModelBackend):
             model.requires_grad_(False)
         options = OptimizerOptions(**({"lr": 0.0} | optimizer))
         zero = ZeroOptions(zero_stage, offload_optimizer, offload_param)
-        demands = Demands(
-            model.dtype == torch.bfloat16, options.max_grad_norm, _count_trained(model, value_head)
+        self._settings = engine_config(
+            config,
+            zero,
+            bf16=model.dtype == torch.bfloat16,
+            max_grad_norm=options.max_grad_norm,
+            trained=_count_trained(model, value_head),
         )
-        self._settings = engine_config(config, zero, demands)
         self.stage: int = self._settings["zero_optimization"]["stage"]
         self.whole = self.stage < 3
         check_precision(str(model.dtype).removeprefix("torch."), self.stage, trains)
@@ -120,8 +121,8 @@ class DeepSpeedBackend(ModelBackend):
         given = options.get("config")
         if isinstance(given, str | Path) and not Path(given).is_file():
             return  # the machine that trains may have it
-        demands = Demands(dtype == "bfloat16", max_grad_norm=None, trained=0)
-        settings = engine_config(given, ZeroOptions.of(options), demands)
+        bf16 = dtype == "bfloat16"
+        settings = engine_config(given, ZeroOptions.of(options), bf16=bf16, max_grad_norm=None, trained=0)
         check_precision(dtype, settings["zero_optimization"]["stage"], trains=True)
 
     @classmethod
@@ -358,7 +359,6 @@ class DeepSpeedBackend(ModelBackend):
 
 
 def _count_trained(*modules: nn.Module | None) -> int:
-    """Return the number of values that train."""
     parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 

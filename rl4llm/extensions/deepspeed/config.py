@@ -62,35 +62,31 @@ class ZeroOptions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Demands:
-    """What the model and the optimizer options require of the engine; `trained` is the number of values that train.
-
-    `max_grad_norm` is None where a configuration is only checked, without a model.
-    """
-
-    bf16: bool
-    max_grad_norm: float | None
-    trained: int
-
-
 def engine_config(
-    given: Mapping[str, Any] | str | Path | None, zero: ZeroOptions, demands: Demands
+    given: Mapping[str, Any] | str | Path | None,
+    zero: ZeroOptions,
+    *,
+    bf16: bool,
+    max_grad_norm: float | None,
+    trained: int,
 ) -> dict[str, Any]:
-    """Return the configuration for `deepspeed.initialize`. Raises ConfigError if it contradicts rl4llm's keys."""
+    """Return the configuration for `deepspeed.initialize`. Raises ConfigError if it contradicts rl4llm's keys.
+
+    `trained` is the number of values that train; `max_grad_norm` is None where a configuration is only checked.
+    """
     given = _read(given)
     config = _without_auto({key: value for key, value in given.items() if not _is_ours_to_set(key, value)})
-    bf16 = config.pop("bfloat16", None) or config.get("bf16", {})
-    _check_agreement(config, bf16, zero, demands)
-    config["zero_optimization"] = _zero(_section(config), zero, demands.trained)
-    config["bf16"] = {"check_grad_overflow": True} | bf16 | {"enabled": demands.bf16}
-    if demands.bf16:  # sums of micro-batches, and of ranks, in fp32
+    section = config.pop("bfloat16", None) or config.get("bf16", {})
+    _check_agreement(config, section.get("enabled", bf16), zero, bf16, max_grad_norm)
+    config["zero_optimization"] = _zero(_section(config), zero, trained)
+    config["bf16"] = {"check_grad_overflow": True} | section | {"enabled": bf16}
+    if bf16:  # sums of micro-batches, and of ranks, in fp32
         config["data_types"] = {"grad_accum_dtype": "fp32"} | config.get("data_types", {})
     return config | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": demands.max_grad_norm,
+        "gradient_clipping": max_grad_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -162,17 +158,17 @@ def _is_ours_to_set(key: str, value: Any) -> bool:
 
 
 def _check_agreement(
-    config: Mapping[str, Any], bf16: Mapping[str, Any], zero: ZeroOptions, demands: Demands
+    config: Mapping[str, Any], enabled: Any, zero: ZeroOptions, bf16: bool, max_grad_norm: float | None
 ) -> None:
     """Raise ConfigError with all settings that contradict keys of rl4llm."""
-    dtype = "bfloat16" if demands.bf16 else "float32"
+    dtype = "bfloat16" if bf16 else "float32"
     stage = _section(config).get("stage", zero.stage)
     agree = {
-        "bf16.enabled": (bf16.get("enabled", demands.bf16), demands.bf16, f"model.dtype, which is {dtype}"),
+        "bf16.enabled": (enabled, bf16, f"model.dtype, which is {dtype}"),
         "gradient_clipping": (
-            clipping := config.get("gradient_clipping", demands.max_grad_norm),
-            clipping if demands.max_grad_norm is None else demands.max_grad_norm,
-            f"training.max_grad_norm, which is {demands.max_grad_norm}",
+            clipping := config.get("gradient_clipping", max_grad_norm),
+            clipping if max_grad_norm is None else max_grad_norm,
+            f"training.max_grad_norm, which is {max_grad_norm}",
         ),
         "zero_optimization.stage": (
             stage,

@@ -1,8 +1,8 @@
 """The optimizer of a DeepSpeed engine: replicated on every rank, sharded, or none.
 
-All kinds have the same methods. `step` takes a step and returns its metrics, `steps` counts those of each parameter.
-`moments` and `master` return what a checkpoint stores, whole on the first rank; `check`, `restore` and `put` read it
-back. `offload` and `onload` move everything off the device and back.
+All kinds have the methods of `NoOptimizer`. `step` takes a step and returns its metrics, `steps` counts those of each
+parameter. `moments` and `master` return what a checkpoint stores, whole on the first rank; `check`, `restore` and `put` read
+it back. `offload` and `onload` move everything off the device and back.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class NoOptimizer:
     """
 
     step_number = 0
+    _parameters: Mapping[str, Tensor] = {}
 
     def __init__(self, module: nn.Module | None, device: torch.device, *, stays: bool = False):
         self._module, self._device, self._stays = module, device, stays
@@ -57,10 +58,16 @@ class NoOptimizer:
         return parameter.detach()
 
     def check(self, moments: TensorFile, steps: Mapping[str, int]) -> None:
-        if steps:
+        """Raise CheckpointError unless the moments and steps belong to these parameters."""
+        if others := steps.keys() - self._parameters.keys():
             raise CheckpointError(
-                f"The optimizer state has parameters that this run does not train: {min(steps)}."
+                f"The optimizer state has parameters that this run does not train: {min(others)}."
             )
+        for name in steps:
+            for moment in MOMENT_NAMES:
+                shape = whole_shape(self._parameters[name])
+                if f"{name}.{moment}" not in moments or tuple(moments.shape(f"{name}.{moment}")) != shape:
+                    raise CheckpointError(f"The optimizer state has no {moment} of {shape} for {name}.")
 
     def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
         """Do nothing: there is no state."""
@@ -79,20 +86,22 @@ class NoOptimizer:
             self._module.to(self._device)
 
 
-class ReplicatedOptimizer:
+class ReplicatedOptimizer(NoOptimizer):
     """Stage 0: every rank has the whole optimizer and steps with the same gradient."""
 
     def __init__(self, engine: Any, inner: Optimizer, device: torch.device):
         self._engine, self._inner, self._device = engine, inner, device
-        self.check, self.restore = inner.check, inner.restore
-
-    @property
-    def step_number(self) -> int:
-        return self._inner.step_number
+        self._parameters = inner.parameters
 
     def step(self) -> dict[str, float]:
         self._engine.buffered_allreduce_fallback()
-        return self._inner.step()
+        metrics = self._inner.step()
+        self.step_number = self._inner.step_number
+        return metrics
+
+    def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
+        self._inner.restore(moments, steps, step_number)
+        self.step_number = step_number
 
     def steps(self) -> dict[str, int]:
         return self._inner.state()[1]
@@ -103,12 +112,6 @@ class ReplicatedOptimizer:
     def moment_specs(self) -> list[TensorSpec]:
         return [TensorSpec.of(name, tensor) for name, tensor in self.moments()]
 
-    def master(self, parameter: Tensor) -> Tensor:
-        return parameter.detach()
-
-    def put(self, parameter: Tensor, tensor: Tensor) -> None:
-        """Do nothing: there is no copy of the parameter."""
-
     def offload(self) -> None:
         self._inner.move(self._engine.module, torch.device("cpu"))
 
@@ -116,7 +119,7 @@ class ReplicatedOptimizer:
         self._inner.move(self._engine.module, self._device)
 
 
-class ZeroOptimizer:
+class ZeroOptimizer(NoOptimizer):
     """Stages 1 to 3: DeepSpeed has sharded the fp32 parameters and moments over the ranks.
 
     `inner` created the optimizer, whose parameters are the shards now. `take_no_step` creates moments that do not exist
@@ -125,9 +128,8 @@ class ZeroOptimizer:
 
     def __init__(self, engine: Any, inner: Optimizer, deepspeed: Any, take_no_step: Callable[[], None]):
         self._engine, self._deepspeed, self._take_no_step = engine, deepspeed, take_no_step
-        self._access = deepspeed.utils
         self._options, self._parameters, self._adam = inner.options, inner.parameters, inner.adam
-        self.step_number = 0
+        self._device = torch.device(engine.device)
         self._own = {id(parameter): part_of(parameter) for parameter in self._parameters.values()}
         self._parts: dict[int, tuple[ZeroPart, ...]] | None = None  # of all ranks, filled on first use
         self._linked = False  # whether DeepSpeed has located the moments, which it does in its first step
@@ -151,7 +153,7 @@ class ZeroOptimizer:
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.steps():
             for moment in MOMENT_NAMES:
-                yield f"{name}.{moment}", self._on_first(self._parameters[name], moment)
+                yield f"{name}.{moment}", self.master(self._parameters[name], moment)
 
     def moment_specs(self) -> list[TensorSpec]:
         return [
@@ -159,19 +161,6 @@ class ZeroOptimizer:
             for name in self.steps()
             for moment in MOMENT_NAMES
         ]
-
-    def check(self, moments: TensorFile, steps: Mapping[str, int]) -> None:
-        """Raise CheckpointError unless the moments and steps belong to these parameters."""
-        unknown_names = sorted(steps.keys() - self._parameters.keys())
-        if unknown_names:
-            raise CheckpointError(
-                f"The optimizer state has parameters that this run does not train: {unknown_names[0]}."
-            )
-        for name in steps:
-            for moment in MOMENT_NAMES:
-                shape = whole_shape(self._parameters[name])
-                if f"{name}.{moment}" not in moments or tuple(moments.shape(f"{name}.{moment}")) != shape:
-                    raise CheckpointError(f"The optimizer state has no {moment} of {shape} for {name}.")
 
     def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
         if not self._linked:
@@ -181,23 +170,41 @@ class ZeroOptimizer:
         for name, parameter in self._parameters.items():
             for moment in MOMENT_NAMES:
                 value = moments[f"{name}.{moment}"] if name in steps else torch.zeros(whole_shape(parameter))
-                self._give(parameter, value.to(parameter.device), moment)
+                self.put(parameter, value.to(parameter.device), moment)
         for state in self._adam.state.values():
             state["step"].fill_(max(steps.values(), default=0))
         self.step_number = step_number
 
-    def master(self, parameter: Tensor) -> Tensor:
-        return self._on_first(parameter)
+    def master(self, parameter: Tensor, moment: str | None = None) -> Tensor:
+        """Return the fp32 weight or a moment, whole on the first rank and undefined elsewhere.
 
-    def put(self, parameter: Tensor, tensor: Tensor) -> None:
-        self._give(parameter, tensor)
+        Each rank sends its part once; DeepSpeed's method sums whole tensors over all ranks.
+        """
+        if self._parts is None:
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, list(self._own.values()))
+            self._parts = dict(zip(self._own, zip(*everyone, strict=True), strict=True))
+        return sent_to_first(
+            self._values(parameter, moment), self._parts[id(parameter)], whole_shape(parameter)
+        )
+
+    def put(self, parameter: Any, tensor: Tensor, moment: str | None = None) -> None:
+        """Store this rank's part of a whole fp32 weight or moment."""
+        part = self._own[id(parameter)]
+        values, named = tensor.flatten()[part.start : part.start + part.numel], (moment,) if moment else ()
+        if not hasattr(parameter, "ds_id"):
+            self._values(parameter, moment).copy_(values)
+        elif has_equal_parts(parameter):
+            self._access("set_full", moment)(parameter, tensor, *named)
+        else:  # for a padded part, the other functions read beyond the end of the tensor
+            self._access("set_local", moment)(parameter, padded(parameter, values), *named)
 
     def offload(self) -> None:
         if not hasattr(self._engine.optimizer, "offload_states"):
             raise ConfigError(STAYS[1])
         if self._engine.zero_offload_param() is not None:
             return  # DeepSpeed keeps the weights off the device and moves nothing
-        pinned = self._device().type == "cuda"
+        pinned = self._device.type == "cuda"
         if self._engine.zero_optimization_stage() < 3:
             self._engine.offload_states(pin_memory=pinned)
         else:
@@ -212,7 +219,7 @@ class ZeroOptimizer:
             return
         self._engine.reload_states()
         if self._engine.zero_optimization_stage() == 3 and not self._engine.zero_use_cpu_optimizer():
-            self._move(self._device())
+            self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
         """Move the fp32 weights and moments, which DeepSpeed moves in stage 3 only for its own optimizer."""
@@ -222,56 +229,18 @@ class ZeroOptimizer:
             for name, tensor in state.items():
                 state[name] = tensor.to(device)
 
-    def _on_first(self, parameter: Tensor, moment: str | None = None) -> Tensor:
-        """Return the fp32 weight or a moment, whole on the first rank and undefined elsewhere.
-
-        Each rank sends its part once; DeepSpeed's method sums whole tensors over all ranks.
-        """
-        if self._parts is None:
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, list(self._own.values()))
-            self._parts = dict(zip(self._own, zip(*everyone, strict=True), strict=True))
-        return sent_to_first(
-            self._values(parameter, moment), self._parts[id(parameter)], whole_shape(parameter)
-        )
-
-    def _give(self, parameter: Any, whole: Tensor, moment: str | None = None) -> None:
-        """Store this rank's part of a whole fp32 weight or moment."""
-        part = self._own[id(parameter)]
-        values, named = whole.flatten()[part.start : part.start + part.numel], (moment,) if moment else ()
-        if not hasattr(parameter, "ds_id"):
-            self._values(parameter, moment).copy_(values)
-        elif has_equal_parts(parameter):
-            put = (
-                self._access.safe_set_full_optimizer_state
-                if moment
-                else self._access.safe_set_full_fp32_param
-            )
-            put(parameter, whole, *named)
-        else:  # for a padded part, the other functions read beyond the end of the tensor
-            put = (
-                self._access.safe_set_local_optimizer_state
-                if moment
-                else self._access.safe_set_local_fp32_param
-            )
-            put(parameter, padded(parameter, values), *named)
-
     def _values(self, parameter: Any, moment: str | None) -> Tensor:
         """Return this rank's values of a parameter or moment."""
         if hasattr(parameter, "ds_id"):
-            find = (
-                self._access.safe_get_local_optimizer_state
-                if moment
-                else self._access.safe_get_local_fp32_param
-            )
-            return find(parameter, moment) if moment else find(parameter)
+            return self._access("get_local", moment)(parameter, *((moment,) if moment else ()))
         part = self._own[id(parameter)]
         flat = self._adam.param_groups[part.group]["params"][0]
         held = self._adam.state[flat][moment] if moment else flat.detach()
         return held[part.offset : part.offset + part.numel]
 
-    def _device(self) -> torch.device:
-        return torch.device(self._engine.device)
+    def _access(self, how: str, moment: str | None) -> Any:
+        """Return DeepSpeed's function for a moment, or for the fp32 weight."""
+        return getattr(self._deepspeed.utils, f"safe_{how}_{'optimizer_state' if moment else 'fp32_param'}")
 
     def _give_moments(self) -> None:
         """Create all moments: DeepSpeed looks for them once, in the first step, when only the first group has any."""

@@ -12,26 +12,26 @@ from rl4llm.compose.setup import Given
 from rl4llm.config import load_config
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.deepspeed.config import OURS, Demands, ZeroOptions, engine_config
+from rl4llm.extensions.deepspeed.config import OURS, ZeroOptions, engine_config
 
 FP32, BF16 = (
-    Demands(bf16=False, max_grad_norm=1.0, trained=7),
-    Demands(bf16=True, max_grad_norm=1.0, trained=7),
+    {"bf16": False, "max_grad_norm": 1.0, "trained": 7},
+    {"bf16": True, "max_grad_norm": 1.0, "trained": 7},
 )
 
 
 @pytest.mark.parametrize("key", sorted(OURS))
 def test_section_with_a_key_of_rl4llm_is_refused(key):
     with pytest.raises(ConfigError) as told:
-        engine_config({key: 1}, ZeroOptions(), FP32)
+        engine_config({key: 1}, ZeroOptions(), **FP32)
     assert str(told.value).startswith(f"The DeepSpeed configuration sets {key}=1, which rl4llm sets itself")
     assert OURS[key] in str(told.value)
 
 
 def test_auto_and_disabled_sections_change_nothing():
     silent = {"fp16": {"enabled": False}, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
-    found = engine_config(dict.fromkeys(OURS, "auto") | silent, ZeroOptions(2), BF16)
-    assert found == engine_config(None, ZeroOptions(2), BF16)
+    found = engine_config(dict.fromkeys(OURS, "auto") | silent, ZeroOptions(2), **BF16)
+    assert found == engine_config(None, ZeroOptions(2), **BF16)
     assert found["gradient_clipping"] == 1.0 and found["bf16"]["enabled"] is True
 
 
@@ -65,7 +65,7 @@ FILES = {  # in the styles that files of other projects have
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_leaves_settings_to_the_trainer_is_accepted(name, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(FILES[name]))
-    found = engine_config(tmp_path / "ds.json", ZeroOptions(), BF16)
+    found = engine_config(tmp_path / "ds.json", ZeroOptions(), **BF16)
     assert found["bf16"]["enabled"] is True and not {"fp16", "optimizer", "scheduler"} & found.keys()
     assert found["zero_allow_untested_optimizer"] is True
 
@@ -102,7 +102,7 @@ def test_all_contradictions_of_a_file_are_named_at_once():
         "zero_optimization": {"stage": 1},
     }
     with pytest.raises(ConfigError) as told:
-        engine_config(given, ZeroOptions(2), BF16)
+        engine_config(given, ZeroOptions(2), **BF16)
     for text in (
         "train_batch_size, fp16, gradient_clipping, zero_optimization.stage",
         "rollout.prompts",
@@ -114,7 +114,7 @@ def test_all_contradictions_of_a_file_are_named_at_once():
 def test_what_both_say_alike_is_accepted():
     bf16 = {"enabled": True, "immediate_grad_update": True}
     given = {"bf16": bf16, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}
-    found = engine_config(given, ZeroOptions(3), BF16)
+    found = engine_config(given, ZeroOptions(3), **BF16)
     assert found["bf16"] == {"enabled": True, "immediate_grad_update": True, "check_grad_overflow": True}
 
 
@@ -130,7 +130,7 @@ def test_what_both_say_alike_is_accepted():
 ])  # fmt: skip
 def test_contradictions_are_refused_with_both_sides(given, options, demands, name):
     with pytest.raises(ConfigError, match=name):
-        engine_config(given, options, demands)
+        engine_config(given, options, **demands)
 
 
 def test_every_other_section_passes_through():
@@ -144,30 +144,30 @@ def test_every_other_section_passes_through():
         "data_types": {"grad_accum_dtype": "bf16"},
         "wall_clock_breakdown": False,
     }
-    found = engine_config(given, ZeroOptions(offload_param=True), BF16)
+    found = engine_config(given, ZeroOptions(offload_param=True), **BF16)
     assert {key: found[key] for key in given} == given
 
 
 def test_the_stage_is_2_unless_someone_says_otherwise():
     stages = [
-        engine_config(None, ZeroOptions(), FP32),
-        engine_config({"zero_optimization": {"stage": 1}}, ZeroOptions(), FP32),
-        engine_config({"zero_optimization": {"reduce_bucket_size": 5}}, ZeroOptions(3), FP32),
+        engine_config(None, ZeroOptions(), **FP32),
+        engine_config({"zero_optimization": {"stage": 1}}, ZeroOptions(), **FP32),
+        engine_config({"zero_optimization": {"reduce_bucket_size": 5}}, ZeroOptions(3), **FP32),
     ]
     assert [found["zero_optimization"]["stage"] for found in stages] == [2, 1, 3]
 
 
 def test_gradients_of_a_bf16_model_add_up_in_fp32():
-    assert engine_config(None, ZeroOptions(1), BF16)["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert "data_types" not in engine_config(None, ZeroOptions(1), FP32)
+    assert engine_config(None, ZeroOptions(1), **BF16)["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "data_types" not in engine_config(None, ZeroOptions(1), **FP32)
 
 
 def test_config_file_may_be_json_or_yaml(tmp_path):
     sections = {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}}
     (tmp_path / "ds.json").write_text(json.dumps(sections))
     (tmp_path / "ds.yaml").write_text("zero_optimization:\n  stage: 3\n  sub_group_size: 1e9\n")
-    found = [engine_config(tmp_path / name, ZeroOptions(), FP32) for name in ("ds.json", "ds.yaml")]
-    assert found[0] == found[1] == engine_config(sections, ZeroOptions(), FP32)
+    found = [engine_config(tmp_path / name, ZeroOptions(), **FP32) for name in ("ds.json", "ds.yaml")]
+    assert found[0] == found[1] == engine_config(sections, ZeroOptions(), **FP32)
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "broken.json").write_text("{")
     for name, reason in (
@@ -176,21 +176,21 @@ def test_config_file_may_be_json_or_yaml(tmp_path):
         ("none.json", "does not exist"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            engine_config(str(tmp_path / name), ZeroOptions(), FP32)
+            engine_config(str(tmp_path / name), ZeroOptions(), **FP32)
 
 
 def test_what_was_given_is_not_changed():
     given = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": False}}
-    engine_config(given, ZeroOptions(), FP32)
+    engine_config(given, ZeroOptions(), **FP32)
     assert given == {"zero_optimization": {"stage": 1}, "fp16": {"enabled": False}}
 
 
 @pytest.mark.parametrize(("trained", "size"), [(0, 1), (1000, 1000), (7 * 10**9, 500_000_000)])
 def test_bucket_is_no_larger_than_the_model_by_default(trained, size):
-    demands = Demands(bf16=False, max_grad_norm=1.0, trained=trained)
-    assert engine_config(None, ZeroOptions(2), demands)["zero_optimization"]["reduce_bucket_size"] == size
+    demands = {"bf16": False, "max_grad_norm": 1.0, "trained": trained}
+    assert engine_config(None, ZeroOptions(2), **demands)["zero_optimization"]["reduce_bucket_size"] == size
     given = {"zero_optimization": {"reduce_bucket_size": 5}}
-    assert engine_config(given, ZeroOptions(2), demands)["zero_optimization"]["reduce_bucket_size"] == 5
+    assert engine_config(given, ZeroOptions(2), **demands)["zero_optimization"]["reduce_bucket_size"] == 5
 
 
 @pytest.mark.parametrize(
