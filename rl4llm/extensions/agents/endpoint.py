@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
@@ -37,15 +38,35 @@ class _OneLine(logging.LoggerAdapter[logging.Logger]):
 
 
 class AgentEndpoint:
-    """Serves any number of sessions in the running event loop, from `start` to `stop`."""
+    """Serves any number of sessions in the running event loop, from the first use to the end of the last.
 
-    def __init__(self) -> None:
+    `slots`, if any, are the processes of agents that may run at once.
+    """
+
+    def __init__(self, slots: int | None = None) -> None:
+        self.slots = asyncio.Semaphore(slots) if slots else None
+        self.users = 0
+        self._starting: asyncio.Task[None] | None = None
         self._sessions: dict[str, AgentSession] = {}
         self._ended: set[str] = set()
         self._runner: web.AppRunner | None = None
         self._port = 0
 
-    async def start(self) -> None:
+    @asynccontextmanager
+    async def used(self) -> AsyncIterator[None]:
+        """Listen at least for as long as this takes."""
+        self.users += 1
+        try:
+            if self._starting is None:
+                self._starting = asyncio.ensure_future(self._start())
+            await asyncio.shield(self._starting)
+            yield
+        finally:
+            self.users -= 1
+            if not self.users and self._runner is not None:
+                await self._runner.cleanup()
+
+    async def _start(self) -> None:
         """Listen on a free port."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors_as_json])
         for start in ("/v1", "/{key}/v1", "/{key}/v1/v1"):  # some SDKs add /v1 to their base URL
@@ -59,11 +80,6 @@ class AgentEndpoint:
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0, backlog=BACKLOG).start()
         self._port = self._runner.addresses[0][1]
-
-    async def stop(self) -> None:
-        """Close all connections."""
-        if self._runner is not None:
-            await self._runner.cleanup()
 
     def open(self, session: AgentSession) -> str:
         """Start to answer a session's requests, and return their base URL."""

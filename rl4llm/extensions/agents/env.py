@@ -15,7 +15,7 @@ from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.dialects import Dialects
 from rl4llm.extensions.agents.endpoint import AgentEndpoint
-from rl4llm.extensions.agents.runs import Agent, AgentOutcome, CommandAgent, FunctionAgent
+from rl4llm.extensions.agents.runs import AgentOutcome, CommandAgent, FunctionAgent
 from rl4llm.extensions.agents.session import AgentSession
 from rl4llm.runtime.seeds import derive_seed
 
@@ -75,7 +75,7 @@ class AgentEnv(BaseMDPEnv):
             )
         self.timeout_s = timeout_s
         self._processes = processes if command is not None else None
-        self._open: _Open | None = None
+        self._endpoint: AgentEndpoint | None = None
         self._lost: dict[str, int] = {}  # tokens of failed attempts, by session
         self._warn: Callable[[str], None] = lambda text: None
         self._told: set[str] = set()
@@ -89,15 +89,18 @@ class AgentEnv(BaseMDPEnv):
 
     async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
         async with self._ending(sample, llm):
-            async with self._opened() as opened, opened.slot(sample, llm):
+            if self._endpoint is None or not self._endpoint.users:
+                self._endpoint = AgentEndpoint(self._processes)  # of this event loop
+            endpoint = self._endpoint
+            async with endpoint.used(), _slot(endpoint.slots, sample, llm):
                 session = AgentSession(
                     sample, llm, sampling_params, self._dialects, max_requests=self.max_steps
                 )
-                base_url = opened.endpoint.open(session)
+                base_url = endpoint.open(session)
                 try:
                     outcome = await self._outcome(session, base_url)
                 finally:
-                    await opened.endpoint.close(session)
+                    await endpoint.close(session)
             self._conclude(sample, session, outcome)
 
     async def _outcome(self, session: AgentSession, base_url: str) -> AgentOutcome | None:
@@ -175,22 +178,6 @@ class AgentEnv(BaseMDPEnv):
             self._told.add(name)
             self._warn(text)
 
-    @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[_Open]:
-        """Provide the endpoint, which exists while any episode runs."""
-        if self._open is None:
-            self._open = _Open(self._processes)
-        opened = self._open
-        opened.episodes += 1
-        try:
-            await opened.start()
-            yield opened
-        finally:
-            opened.episodes -= 1
-            if opened.episodes == 0:
-                self._open = None
-                await opened.endpoint.stop()
-
 
 def _told(message: ChatMessage) -> dict[str, Any]:
     """Return a message of the task as agents send it, with pictures as parts in the form of OpenAI's chat."""
@@ -204,7 +191,7 @@ def _told(message: ChatMessage) -> dict[str, Any]:
 
 def _agent_of(
     command: str | Sequence[str] | None, agent: str | Callable[..., Any] | None, env: Mapping[str, str] | None
-) -> Agent:
+) -> CommandAgent | FunctionAgent:
     if command is not None and agent is None:
         return CommandAgent(command, env)
     if env:
@@ -214,34 +201,16 @@ def _agent_of(
     raise ConfigError('env.name=agent needs either env.command="..." or env.agent=package.module:function.')
 
 
-class _Open:
-    """What running episodes share in their event loop."""
-
-    def __init__(self, processes: int | None):
-        self.endpoint = AgentEndpoint()
-        self.episodes = 0
-        self._starting: asyncio.Task[None] | None = None
-        self._free = asyncio.Semaphore(processes) if processes else None
-
-    async def start(self) -> None:
-        """Start the endpoint once, however many episodes call this."""
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(self.endpoint.start())
-        await asyncio.shield(self._starting)
-
-    @asynccontextmanager
-    async def slot(self, sample: SampleState, llm: LLM) -> AsyncIterator[None]:
-        """Wait for a free process; meanwhile the sample holds no engine."""
-        if self._free is None:
-            yield
-            return
-        if self._free.locked():
-            await llm.close(sample)
-            await self._free.acquire()
+@asynccontextmanager
+async def _slot(free: asyncio.Semaphore | None, sample: SampleState, llm: LLM) -> AsyncIterator[None]:
+    """Wait for a free process; meanwhile the sample holds no engine."""
+    if free is None:
+        yield
+        return
+    waits = free.locked()
+    if waits:
+        await llm.close(sample)
+    async with free:
+        if waits:
             await llm.open(sample)
-        else:
-            await self._free.acquire()
-        try:
-            yield
-        finally:
-            self._free.release()
+        yield

@@ -47,11 +47,6 @@ class Continuation:
         spans = (*self.earlier, self.new)
         return TokenSpan.context([token for span in spans for token in span.token_ids], images_of(spans))
 
-    @property
-    def extends(self) -> bool:
-        """Whether it continues after all of the record, and nothing was added meanwhile."""
-        return self.record is not None and self.answer[0] == len(self.record.messages)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
@@ -89,7 +84,8 @@ class History:
     def add(self, place: Continuation, completion: Completion, answer: ChatMessage) -> Entry:
         """Record what was sampled at a place; the agent receives it as `answer`."""
         record, context = place.record, place.new
-        if record is None or not place.extends:
+        # a record continues after all of it, if nothing was added meanwhile
+        if record is None or place.answer[0] != len(record.messages):
             record, context = Transcript(place.tools), place.prompt
             self.records.append(record)
         before = len(record.messages), len(record.spans)

@@ -12,7 +12,7 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import short_environment
@@ -33,12 +33,6 @@ class AgentOutcome:
 
     output: str = ""
     crash: str | None = None
-
-
-class Agent(Protocol):
-    """Plays an episode, given a task and the policy's address; it may be cancelled at any time."""
-
-    async def run(self, task: Mapping[str, Any], base_url: str, api_key: str) -> AgentOutcome: ...
 
 
 class CommandAgent:
@@ -133,7 +127,6 @@ class FunctionAgent:
 
 
 async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
-    """Write the task of an agent and close its input."""
     with contextlib.suppress(OSError):  # the agent may not read its task
         stdin.write(content)
         await stdin.drain()
