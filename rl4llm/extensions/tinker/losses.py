@@ -179,11 +179,6 @@ def batch_of(data: Sequence[Datum]) -> TrainBatch:
     return batch
 
 
-def all_computed(batch: TrainBatch) -> TrainBatch:
-    """Return the batch for a pass that computes all of it."""
-    return replace(batch, mask_BT=batch.segment_ids_BT > 0)
-
-
 def total(
     loss: Loss, options: Mapping[str, float], data: Sequence[Datum], batch: TrainBatch, logprobs_M: Tensor
 ) -> Tensor:

@@ -115,12 +115,6 @@ def _buffer(data: bytes, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.zeros(0, dtype=dtype)
 
 
-def tensor_message(tensor: Tensor) -> Any:
-    """Return a Tensor message of the dense form."""
-    number = next(number for number, dtype in DTYPES.items() if dtype == tensor.dtype)
-    return message("Tensor", dense=_bytes(tensor), dtype=number, shape=tensor.shape)
-
-
 def encode_losses(logprobs: Sequence[Tensor], metrics: dict[str, float]) -> bytes:
     """Return an encoded answer to a training request: the log-probs of each datum, and the metrics.
 
@@ -167,7 +161,8 @@ def encode_samples(
     if prompt.likely is not None:
         samples.prompt_likely.CopyFrom(_likely(*prompt.likely))
     if prompt.targets is not None:
-        samples.targets.CopyFrom(tensor_message(prompt.targets.float()))
+        targets = prompt.targets.float()
+        samples.targets.CopyFrom(message("Tensor", dense=_bytes(targets), dtype=1, shape=targets.shape))
     encoded: bytes = samples.SerializeToString()
     return encoded
 

@@ -9,7 +9,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from rl4llm.core.base_backend import ADAPTER_WEIGHTS
 from rl4llm.core.errors import CheckpointError, ConfigError, EngineError, unknown
 from rl4llm.core.schema import Beta, Natural, NonNegative
 from rl4llm.core.types import TrainBatch
-from rl4llm.extensions.tinker.losses import TARGETS, all_computed, batch_of, check_data, loss_of, total
+from rl4llm.extensions.tinker.losses import TARGETS, batch_of, check_data, loss_of, total
 from rl4llm.extensions.tinker.messages import Datum, ForwardBackward, read
 from rl4llm.inference.local import LocalClient
 from rl4llm.inference.paths import context_limit
@@ -65,10 +65,6 @@ class Shape:
     train_mlp: bool = True
     train_attn: bool = True
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
-        return asdict(self)
-
 
 class Base:
     """A model of a directory or the hub under the name that clients know, whose tensors adapters share."""
@@ -87,10 +83,6 @@ class Base:
             model, rank=shape.rank, alpha=ALPHA, targets=_targets(model, shape), seed=shape.seed
         )
 
-    def copied(self) -> PreTrainedModel:
-        """Return a copy whose weights train."""
-        return copy.deepcopy(self.model).requires_grad_(True)
-
 
 def _targets(model: PreTrainedModel, shape: Shape) -> Sequence[str]:
     """Return the names of layers to adapt; none for all of them."""
@@ -100,13 +92,11 @@ def _targets(model: PreTrainedModel, shape: Shape) -> Sequence[str]:
         raise ConfigError(
             "lora_config has train_mlp=false and train_attn=false: nothing would train. Set one to true."
         )
-    names = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "attn" in name
+    part = "attn" if shape.train_attn else "mlp"
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and part in name
     ]
-    others = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "mlp" in name
-    ]
-    return sorted({name.rpartition(".")[2] for name in (names if shape.train_attn else others)})
+    return sorted({name.rpartition(".")[2] for name in linear})
 
 
 class Trained:
@@ -115,7 +105,8 @@ class Trained:
     def __init__(self, base: Base, shape: Shape):
         self.base, self.shape = base, shape
         adapter = base.adapted(shape) if shape.rank else None
-        self.backend = TorchBackend(adapter.model if adapter else base.copied(), adapter=adapter)
+        model = adapter.model if adapter else copy.deepcopy(base.model).requires_grad_(True)
+        self.backend = TorchBackend(model, adapter=adapter)
 
     def forward_backward(self, request: ForwardBackward) -> tuple[list[Tensor], dict[str, float]]:
         """Return the log-probs of each datum's targets, in their shape, and the metrics; add the gradient if asked to."""
@@ -145,7 +136,8 @@ class Trained:
             batch.mask_BT.device
         )
         targets_M = torch.cat([rows.flatten() for rows in targets]).to(batch.mask_BT.device)
-        states_SD, place_BT = (runner.hidden if runner.splits else runner.logits)(all_computed(batch))
+        whole = replace(batch, mask_BT=batch.segment_ids_BT > 0)  # so that all of it is computed
+        states_SD, place_BT = (runner.hidden if runner.splits else runner.logits)(whole)
         states_MD = states_SD.index_select(0, place_BT[batch.mask_BT].repeat_interleave(counts_P))
         if runner.splits:
             return selected_logprobs(states_MD, runner.output_layer(), targets_M)[0]
@@ -168,12 +160,8 @@ class Trained:
             )
         return {f"{name}:mean": value for name, value in metrics.items()}
 
-    def save(self, directory: Path) -> None:
-        """Write weights and optimizer."""
-        self.backend.save(directory)
-
     def load(self, directory: Path, *, optimizer: bool) -> None:
-        """Load what `save` wrote, the optimizer too or as a new one."""
+        """Load what `backend.save` wrote, the optimizer too or as a new one."""
         self.backend.load(directory)
         if not optimizer:
             self.backend.optimizer.forget()
@@ -259,10 +247,6 @@ class Samplers:
         """Forget the samplers of all other weights."""
         for path in self._saved.keys() - used:
             del self._saved[path]
-
-    @property
-    def loaded(self) -> int:
-        return len(self._saved) + len(self._of_base)
 
 
 def likeliest(logprobs_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:

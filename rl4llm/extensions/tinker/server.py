@@ -98,7 +98,8 @@ async def _retrieve_future(request: web.Request) -> web.Response:
     request_id = (await request.json())["request_id"]
     promise = request.app[SERVICE].promise(request_id)
     outcome = asyncio.wrap_future(promise.outcome)
-    outcome.add_done_callback(_seen)
+    # the client gets an error, which asyncio would log if nobody took it
+    outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
     await asyncio.wait([outcome], timeout=POLL_S)
     if not promise.outcome.done():
         return web.json_response({"type": "try_again", "request_id": request_id, "queue_state": "active"})
@@ -107,11 +108,6 @@ async def _retrieve_future(request: web.Request) -> web.Response:
         return web.json_response(_failure(error))
     kind = PROTOBUF if promise.binary else "application/json"
     return web.Response(body=promise.outcome.result(), content_type=kind)
-
-
-def _seen(outcome: asyncio.Future[bytes]) -> None:
-    """Mark an error as seen, or asyncio logs it with its traceback: the client gets it."""
-    outcome.cancelled() or outcome.exception()
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,8 @@ class Service:
         def job() -> bytes:
             model = self._models[model_id]
             overwrite = bool(body.get("overwrite"))
-            facts = model.shape.facts()
-            path = self.store.save(model_id, WEIGHTS, name, facts, model.save, overwrite=overwrite)
+            facts = asdict(model.shape)
+            path = self.store.save(model_id, WEIGHTS, name, facts, model.backend.save, overwrite=overwrite)
             return _json(type="save_weights", path=path)
 
         return self._ordered(model_id, body["seq_id"], job)
@@ -161,7 +161,7 @@ class Service:
 
         def job() -> bytes:
             model = self._models[model_id]
-            facts, passing = model.shape.facts(), f"{body['seq_id']:06d}"
+            facts, passing = asdict(model.shape), f"{body['seq_id']:06d}"
             if name:
                 path = self.store.save(model_id, SAMPLER, name, facts, model.publish)
                 return _json(type="save_weights_for_sampler", path=path)
@@ -290,7 +290,6 @@ class Service:
         return b""
 
     def _begin(self, model_id: str, session_id: str, job: Job) -> Body:
-        """Accept the request that makes a model."""
         self._check(session_id, self._seen, "session")
         if model_id not in self._orders:
             promise = self._promise(f"{model_id}:0", session_id)

@@ -70,7 +70,8 @@ class Store:
                 shutil.rmtree(left, ignore_errors=True)
         sync_directory(final.parent)
         if kind == PASSING:
-            self._prune(final.parent)
+            for old in sorted(final.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
         return f"{SCHEME}{model_id}/{kind}/{name}"
 
     def find(self, address: str, *kinds: str) -> tuple[Path, dict[str, Any]]:
@@ -97,7 +98,3 @@ class Store:
     def drop_passing(self, model_id: str) -> None:
         """Delete the weights of a model that have no name."""
         shutil.rmtree(self.root / model_id / PASSING, ignore_errors=True)
-
-    def _prune(self, directory: Path) -> None:
-        for path in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
-            shutil.rmtree(path, ignore_errors=True)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from forked_python import started
 
-from rl4llm.extensions.tinker.messages import DTYPES, message, tensor_message, tensor_of
+from rl4llm.extensions.tinker.messages import DTYPES, message, tensor_of
 from rl4llm.extensions.tinker.models import Base
 from rl4llm.extensions.tinker.server import application
 from rl4llm.extensions.tinker.service import Service
@@ -103,8 +103,13 @@ def encode_datum(tokens, inputs):
     text = message("Text", tokens=torch.tensor(tokens, dtype=torch.int32).numpy().tobytes())
     datum = message("Datum", chunks=[message("Chunk", text=text)])
     for name, value in inputs.items():
-        datum.inputs[name].CopyFrom(tensor_message(value) if isinstance(value, torch.Tensor) else value)
+        datum.inputs[name].CopyFrom(dense(value) if isinstance(value, torch.Tensor) else value)
     return datum
+
+
+def dense(tensor):
+    number = next(number for number, dtype in DTYPES.items() if dtype == tensor.dtype)
+    return message("Tensor", dense=tensor.contiguous().numpy().tobytes(), dtype=number, shape=tensor.shape)
 
 
 def sparse(tensor):
