@@ -116,7 +116,7 @@ SAMPLE = ("evaluate", "sandbox", "servers", "view")
 @pytest.fixture(scope="module")
 def without_each(sweep):
     """Return what the script prints: one process imports torch for all copies."""
-    command = [sys.executable, "scripts/without_extensions.py", *(extensions() if sweep else SAMPLE)]
+    command = [sys.executable, "tests/without_extensions.py", *(extensions() if sweep else SAMPLE)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800).stdout
 
 

@@ -1,12 +1,12 @@
 """Every chat template of many model families works token for token, or is refused with a reason.
 
-`scripts/templates.py` prints the same rows. Without --sweep, some of the templates are tried.
+Without --sweep, some of the templates are tried.
 """
 
 import pytest
+from chat_templates import BEGIN, END, PAGE, counts, named_row, shown, tokenizer_of
 from downloads import templates
 from packed import pack
-from templates import counts, named_row, tokenizer_of
 
 from rl4llm.core.errors import TemplateError
 from rl4llm.core.types import ChatMessage
@@ -49,6 +49,7 @@ def test_template_works_exactly_or_is_refused(files, sweep):
     assert sum(row.call == "lost" for row in rows.values()) <= MOST_LOST
     if sweep:
         assert_enough(counts(rows))
+        assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip() == shown(rows)
 
 
 def assert_enough(counted):

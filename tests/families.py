@@ -1,11 +1,10 @@
-"""Print the table of docs/families.md by running a tiny random model of each family; with --write, put it into the page.
+"""Tiny random models of the families of docs/families.md, and what is measured of them.
 
 Each model samples a group of two-turn conversations in the embedded engine, takes one GRPO step on them, and samples again.
 Its tokens and log-probs are compared with `model.generate`, with the model's own forward, and with the trainer.
 """
 
 import asyncio
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from rl4llm.inference.local import LocalClient
 from rl4llm.trainers.prepare import Preparation
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 WORDS = ["".join(chr(97 + int(digit)) for digit in str(7919 * number)) for number in range(300)]
 """Texts with enough pairs of letters that each id of the tokenizer has a token."""
@@ -87,14 +85,8 @@ class Row:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Return the columns that no rounding changes."""
-        equal = "equal" if self.greedy_tokens_equal else "**differ**"
-        return self.family, self.layers, self.path, self.prompts, self.turns, self.training, equal
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """Return the measured differences."""
-        return self.engine_difference, self.trainer_difference, self.gradient_difference, self.step_difference
+        """Return what the page has in its columns."""
+        return self.family, self.layers, self.path, self.training
 
 
 def build(name):
@@ -264,28 +256,3 @@ def gradient_of(model):
     """Return all gradients as one vector."""
     grads = [torch.zeros_like(item) if item.grad is None else item.grad for item in model.parameters()]
     return torch.cat([grad.flatten() for grad in grads]).double()
-
-
-def table():
-    """Return the table of all families."""
-    head = (
-        "family", "layers", "path", "a group's prompt", "next turn", "batches train as", "greedy tokens",
-        "engine", "trainer", "gradient", "after the step",
-    )  # fmt: skip
-    rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for row in map(measure, FAMILIES):
-        rows.append(f"| {' | '.join([*row.facts, *(f'{number:.0e}' for number in row.numbers)])} |")
-    return "\n".join(rows)
-
-
-def main():
-    """Print the table, or write it into the page."""
-    if "--write" not in sys.argv[1:]:
-        print(table())
-        return
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}")
-
-
-if __name__ == "__main__":
-    main()

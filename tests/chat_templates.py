@@ -1,17 +1,10 @@
-"""Print what chat templates can be used for, a row for each; with --write, put the list into docs/templates.md.
+"""A small tokenizer for each chat template, and the list of docs/templates.md."""
 
-python scripts/templates.py DIRECTORY [--write]     templates in files NAME.jinja, each with a small tokenizer made for it
-python scripts/templates.py MODEL                   the tokenizer of a model, with the reasons
-"""
-
-import os
 import re
-import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from rl4llm.extensions.inspect.templates import COLUMNS, TemplateRow, template_row
@@ -106,25 +99,6 @@ def counts(rows: dict[str, TemplateRow]) -> dict[str, int]:
     }
 
 
-def main() -> None:
-    """Print or write the rows."""
-    path = Path(sys.argv[1])
-    files = sorted(path.glob("*.jinja")) if not (path / "tokenizer_config.json").exists() else []
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        rows = dict(pool.map(named_row, files))
-    rows = rows or {path.name: template_row(AutoTokenizer.from_pretrained(path, trust_remote_code=False))}
-    summary = ", ".join(f"{number} {what}" for what, number in counts(rows).items()) + "."
-    if "--write" in sys.argv[2:]:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{summary}\n\n{listed(rows)}\n\n{END}{rest.partition(END)[2]}")
-        return
-    print(listed(rows), "", summary, sep="\n")
-    if "--reasons" in sys.argv[2:] or not files:
-        print(
-            *(f"{name}, {cell}: {why}" for name, row in rows.items() for cell, why in row.reasons.items()),
-            sep="\n",
-        )
-
-
-if __name__ == "__main__":
-    main()
+def shown(rows: dict[str, TemplateRow]) -> str:
+    """Return what the page has of the templates."""
+    return f"{', '.join(f'{number} {what}' for what, number in counts(rows).items())}.\n\n{listed(rows)}"
