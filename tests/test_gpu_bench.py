@@ -17,17 +17,13 @@ spec = importlib.util.spec_from_file_location("bench_gpu", SCRIPT)
 gpu = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(gpu)
 
-WAITS = (
-    "import os, sys; open(os.path.join(os.environ['GPU_WORK'], f'{NAME}.ready'), 'w'); sys.stdin.readline(); "
-)
-
 
 def findings(out):
     lines = [json.loads(line) for line in (out / gpu.FILE).read_text().splitlines()]
     return {(line["check"], line["what"]): line for line in lines}
 
 
-RUNS = ("learn", "train", "images", "stream", "engine", "lora", "deepspeed", "ipc")
+RUNS = ("learn", "train", "images", "stream", "engine", "deepspeed", "ipc")
 """What other tests train, sample and send in the same way."""
 
 
@@ -41,8 +37,10 @@ def test_every_gpu_check_runs_on_a_cpu(check, tmp_path):
     assert not [line for line in found.values() if "error" in line]
     assert len(found) > 2 and (check, "begin") in found and (check, "end") in found
     laws = {
-        "engine": lambda: found[check, "float32 autocast=none, graph"]["mismatch_max"] < 1e-4,
-        "lora": lambda: found[check, "autocast"]["mismatch_mean_after_step"] < 0.01,
+        "engine": lambda: (
+            found[check, "float32 autocast=none, graph"]["mismatch_max"] < 1e-4
+            and found[check, "lora autocast"]["mismatch_mean_after_step"] < 0.01
+        ),
         "numbers": lambda: found[check, "deterministic"]["equal"],
         "nccl": lambda: found[check, "fsdp2"]["gradient_cosine"] > 0.999,
         "decode": lambda: found[check, "0.5b bf16, 4 rows that end one by one, graph"]["tokens_per_s"] > 0,
@@ -62,8 +60,8 @@ class Fakes(gpu.Driver):
         write = (
             f"write = lambda **facts: gpu.write(pathlib.Path({str(self._out)!r}), {name!r}, 'it', **facts); "
         )
-        imports = f"import pathlib, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu; "
-        return [sys.executable, "-c", WAITS.replace("{NAME}", name) + imports + write + self.programs[name]]
+        imports = f"import pathlib, sys, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu; "
+        return [sys.executable, "-c", imports + write + self.programs[name]]
 
 
 HANGS = (
@@ -72,7 +70,7 @@ HANGS = (
 
 
 def test_checks_that_hang_die_or_fail_do_not_stop_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "CHECKS", gpu.CHECKS | {"machine": 1, "decode": 1})
+    monkeypatch.setattr(gpu, "CHECKS", gpu.CHECKS | {"machine": 4, "decode": 4})
     programs = {
         "machine": HANGS,
         "engine": "write(error='wrong'); sys.exit(3)",
@@ -85,7 +83,7 @@ def test_checks_that_hang_die_or_fail_do_not_stop_the_next(tmp_path, monkeypatch
     assert "see machine.log" in found["machine", "timeout"]["error"]
     assert found["engine", "it"]["error"] == "wrong" and "error" not in found["engine", "done"]
     assert "exit code -6; see numbers.log" in found["numbers", "died"]["error"]
-    assert 1 < found["decode", "timeout"]["seconds"] < 10
+    assert 4 < found["decode", "timeout"]["seconds"] < 20
     assert found["update", "it"]["speed"] == 1.0 and (("update", "done") in found)
     assert sorted(found["all", "end"]["failed"]) == ["decode", "engine", "machine", "numbers"]
     for name in ("machine", "decode"):  # what a check started ends with it
@@ -94,12 +92,17 @@ def test_checks_that_hang_die_or_fail_do_not_stop_the_next(tmp_path, monkeypatch
 
 
 def test_gpu_checks_of_speed_run_alone_and_others_together(tmp_path):
-    times = "begin = time.time(); time.sleep(0.4); write(span=[begin, time.time()])"
-    names = ("machine", "engine", "numbers", "decode", "update")
-    assert Fakes(dict.fromkeys(names, times), tmp_path).run()
+    alone = "begin = time.time(); time.sleep(0.2); write(span=[begin, time.time()])"
+    meet = (
+        f"begin = time.time(); place = pathlib.Path({str(tmp_path)!r}); (place / '{{}}').touch()\n"
+        "while not (place / '{}').exists(): time.sleep(0.01)\nwrite(span=[begin, time.time()])"
+    )
+    programs = dict.fromkeys(("machine", "engine", "numbers", "decode", "update"), alone)
+    programs |= {"engine": meet.format("a", "b"), "numbers": meet.format("b", "a")}
+    assert Fakes(programs, tmp_path).run()
     spans = [found["span"] for (_, what), found in findings(tmp_path).items() if what == "it"]
     machine, *together, decode, update = sorted(spans)
-    assert machine[1] < together[0][0] and together[1][0] < together[0][1]
+    assert machine[1] < together[0][0]
     assert max(end for _, end in together) < decode[0] and decode[1] < update[0]
 
 
@@ -112,36 +115,16 @@ def test_gpu_checks_that_have_no_time_left_are_named(tmp_path):
 
 
 def test_the_gpu_driver_leaves_no_process_when_it_is_stopped(tmp_path):
-    words = [sys.executable, SCRIPT, "varlen", "sampler", "--tiny", "--out", tmp_path]
+    words = [sys.executable, SCRIPT, "varlen", "numbers", "--tiny", "--out", tmp_path]
     driver = subprocess.Popen(list(map(str, words)), start_new_session=True)
     deadline, children = time.monotonic() + 60, []
     while not children and time.monotonic() < deadline:
         time.sleep(0.1)
-        children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
+        tasks = Path(f"/proc/{driver.pid}/task").glob("*/children")  # a thread for each check
+        children = [pid for task in tasks for pid in task.read_text().split()]
     driver.send_signal(signal.SIGTERM)
     assert driver.wait(30) == gpu.FAILED and children
     assert not [child for child in children if Path("/proc", child).exists()]
-
-
-def test_findings_of_the_gpu_become_a_table(tmp_path):
-    for check, what, facts in (
-        ("numbers", "begin", {}),
-        ("numbers", "fp32", {"error": "of an earlier time"}),
-        ("decode", "4 rows", {"tokens_per_s": 12_345.678, "path": "a|b"}),
-        ("numbers", "begin", {}),
-        ("numbers", "fp32", {"logprob_max": 1.5e-7}),
-        ("numbers", "done", {"seconds": 1.0}),
-        ("engine", "died", {"error": "exit code 1"}),
-    ):
-        gpu.write(tmp_path, check, what, **facts)
-    done = python(SCRIPT, "--table", str(tmp_path))
-    assert done.stdout.splitlines() == [
-        "| check | what | found |",
-        "|---|---|---|",
-        "| engine | died | error exit code 1 |",
-        "| numbers | fp32 | logprob max 1.5e-07 |",
-        "| decode | 4 rows | tokens per s 12,345.7, path a/b |",
-    ]
 
 
 def test_the_gpu_benchmark_names_its_checks_in_order():

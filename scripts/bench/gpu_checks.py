@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.util
-import inspect
 import json
 import platform
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-import yaml
 from gpu_probe import BF16, CASES, GIB, ROOT, Probe, ask, loss, packed, served, trajectory
 from torch import Tensor
 
@@ -29,7 +24,6 @@ from rl4llm.backends.attention import stream_of
 from rl4llm.backends.heads import head_memory
 from rl4llm.backends.runner import TokenNumbers
 from rl4llm.backends.sharding import Sharded
-from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.model_memory import Precision
 from rl4llm.core.types import SamplingParams
@@ -39,6 +33,7 @@ from rl4llm.inference.embedded.sampling import Sampler
 from rl4llm.runtime.ranks import DistributedRanks, Ranks
 
 PRECISIONS = (("float32", "none"), ("float32", "bfloat16"), ("bfloat16", "none"))  # of weights, of autocast
+LORA = {"layers": 6, "lora": 16}
 HEADS = ((14, 2, 64), (12, 2, 128), (28, 4, 128), (16, 8, 128), (9, 3, 64))  # of queries, of keys, width
 
 
@@ -52,25 +47,15 @@ def machine(probe: Probe) -> None:
     with probe.finding(torch.cuda.get_device_name() if probe.cuda else "cpu") as found:
         if probe.cuda:
             found["gib"] = torch.cuda.mem_get_info()[1] / GIB
-        size = 1 << (18 if probe.tiny else 28)
-        one, other = (torch.zeros(size, device=probe.device) for _ in range(2))
-        part, host, few = one[: size // 4], torch.zeros(size // 4), one[:8]
         found["bf16_tflops"] = probe.product_tflops()
+        few, size = torch.zeros(8, device=probe.device), 1 << (18 if probe.tiny else 28)
         found["launch_us"] = 1e6 * probe.seconds(lambda: few.add_(1), 1000, warm=100)
-        copies = {"copy": (other, one), "to_host": (host, part)}
-        if probe.cuda:
-            copies["to_pinned_host"] = host.pin_memory(), part
-        for name, (into, source) in copies.items():
-            seconds = probe.seconds(partial(into.copy_, source), 5, warm=1)
-            found[f"{name}_gb_per_s"] = (2 if name == "copy" else 1) * source.nbytes / seconds / 1e9
+        one, other = (torch.zeros(size, device=probe.device) for _ in range(2))
+        found["copy_gb_per_s"] = 2 * one.nbytes / probe.seconds(partial(other.copy_, one), 5, warm=1) / 1e9
 
 
 def varlen(probe: Probe) -> None:
     """Has torch's attention in one call the numbers of plain attention, and the same ones twice?"""
-    from torch.nn.attention.varlen import varlen_attn
-
-    with probe.finding("signature") as found:
-        found["signature"] = str(inspect.signature(varlen_attn))
     for sizes in HEADS[:1] if probe.tiny else HEADS:
         with probe.finding(f"heads, heads of keys, width {sizes}") as found:
             chosen = our_varlen.kernel_for(probe.device, torch.bfloat16, *sizes)
@@ -94,15 +79,9 @@ def engine(probe: Probe) -> None:
                 answers = _served(probe, found, path, dtype=dtype, autocast=autocast, layers=6)
                 fast = fast or answers
                 found["greedy_as_fast"] = answers == fast
-    with probe.finding("auto") as found:
-        _served(probe, found, "auto", **BF16)
-
-
-def lora(probe: Probe) -> None:
-    """Does the engine sample with an adapter as the trainer computes it, and on which path?"""
-    for name, precision in {"bfloat16": BF16, "autocast": {}}.items():
+    for name, options in {"auto": BF16, "lora bf16": BF16 | LORA, "lora autocast": LORA}.items():
         with probe.finding(name) as found:
-            _served(probe, found, "auto", **precision, layers=6, lora=16)
+            _served(probe, found, "auto", **options)
 
 
 def _served(probe: Probe, found: dict[str, Any], path: str, **options: Any) -> list[Any]:
@@ -168,75 +147,6 @@ def _compared(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> 
     cosine = F.cosine_similarity(found[1], expected[1], dim=0).item()
     logprobs = {"logprob_mean": differ.mean().item(), "logprob_max": differ.max().item()}
     return logprobs | {"gradient_cosine": cosine}
-
-
-SAME = ("deterministic=true", "max_steps=4")
-RUNS = {  # what each run changes in the quickstart
-    "whole": SAME, "twice": SAME, "cut": (*SAME, "max_steps=2"), "fast": (*SAME, "inference.path=fast"),
-    "autocast": ("model.autocast=auto", "max_steps=3"), "bf16": ("model.dtype=bfloat16", "max_steps=2"),
-    "lora": ("model.lora.rank=8", "max_steps=2"), "ppo": ("max_steps=2", "algorithm.critic_warmup_steps=1"),
-}  # fmt: skip
-SMALL = ("rollout={prompts: 4, max_tokens: 8}", "env.max_steps=2", "eval.every=0", "checkpoint.every=2")
-# This reward differs between nearly all answers of a model that has learned nothing.
-REWARD = "rewards=[{name: length, unit: chars, min_length: 1000, max_length: 2000, margin: 1000}]"
-
-
-def train(probe: Probe) -> None:
-    """Do runs of the command line end, and do deterministic ones give equal weights, resumed too?"""
-    tokens = build_tokenizer(["user\nHow many coins are 37 and 48?\nassistant\nAnswer: 85\n"] * 4, 400)
-    sizes = {"hidden_size": 32, "num_layers": 2} if probe.tiny else {}
-    save_model(build_model(tokens, 0, **sizes), tokens, probe.work / "model")
-    if probe.tiny:
-        _run(probe, "cut")
-        return
-    with ThreadPoolExecutor(4) as pool:
-        weights = dict(zip(RUNS, pool.map(partial(_run, probe), RUNS), strict=True))
-    weights["resumed"] = _run(probe, "cut", *SAME)
-    with probe.finding("weights equal those of the whole run") as found:
-        found |= {name: weights[name] == weights["whole"] for name in ("twice", "resumed", "fast")}
-
-
-def _run(probe: Probe, name: str, *more: str) -> str:
-    """Run `rl4llm train`, report how it ended, and return a hash of the weights."""
-    run, config = probe.work / name, f"configs/quickstart{'_ppo' if name == 'ppo' else ''}.yaml"
-    places = (f"model.path={probe.work / 'model'}", f"model.device={probe.device.type}", f"output.dir={run}")
-    options = (REWARD, *SMALL, *places, *RUNS[name], *more)
-    with probe.finding(f"{name}, resumed" if more else name) as found:
-        code, text = probe.python("-m", "rl4llm", "train", config, *options, limit=probe.limit / 2)
-        files = sorted(run.glob("model/*.safetensors"))
-        found["weights"] = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-        found |= _last(run, "mismatch/m", "time/step")
-        if code or not files:
-            found["error"] = f"{code}: {text[-400:]}"
-    return found["weights"]
-
-
-def _last(run: Path, *begins: str) -> dict[str, Any]:
-    """Return metrics of the last step."""
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else ["{}"]
-    return {name: value for name, value in json.loads(lines[-1]).items() if name.startswith(begins)}
-
-
-def learn(probe: Probe) -> None:
-    """How does the quickstart learn, as far as the time goes?"""
-    configs, place = probe.work / "configs", probe.work / "quickstart"
-    configs.mkdir()
-    for name, group, every in (("quickstart_warmup.yaml", 1, 0), ("quickstart.yaml", 2, 1)):
-        config = yaml.safe_load((ROOT / "configs" / name).read_text())
-        if probe.tiny:
-            config |= {"max_steps": 1, "checkpoint": {"every": 1}, "eval": {"limit": 2, "every": every}}
-            config["rollout"] = {"prompts": 4, "group_size": group, "max_tokens": 8}
-        (configs / name).write_text(yaml.safe_dump(config))
-    with probe.finding("quickstart") as found:
-        words = ("-m", "rl4llm", "recipe", "quickstart", "--dir", place, "--configs", configs)
-        code, text = probe.python(*words, limit=probe.limit - 20)
-        file = place / "grpo" / "eval.jsonl"
-        evals = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        found |= {"ended": code, "curve": [(row["step"], round(row["accuracy"], 3)) for row in evals]}
-        found |= _last(place / "grpo", "step", "time/", "mismatch/m")
-        if code not in (0, "stopped"):
-            found["error"] = f"{code}: {text[-400:]}"
 
 
 def memory(probe: Probe) -> None:

@@ -9,22 +9,17 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_probe import BF16, CASES, GIB, PROMPT, Probe, ask, loss, served, tokenizer
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as record
 
 from rl4llm.backends import runner
 from rl4llm.backends.heads import OutputLayer, selected_logprobs
-from rl4llm.core.types import SamplingParams
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.inference.embedded.engine import Engine
-from rl4llm.inference.embedded.sampling import Sampler
 
 
 def decode(probe: Probe) -> None:
@@ -88,17 +83,8 @@ def update(probe: Probe) -> None:
     """How fast is an update, and which share of the card's products does it reach?"""
     for what in list(CASES)[::3] if probe.tiny else CASES:
         _updates(probe, what, **CASES[what])
-
-
-def attention(probe: Probe) -> None:
-    """What does one call a layer save, and what does cuDNN cost when every length is new?"""
-    real = runner.kernel_for
-    _updates(probe, "one call")
-    runner.kernel_for = lambda *sizes: None
-    _updates(probe, "blocks")
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    _updates(probe, "blocks, cuDNN")
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    real, runner.kernel_for = runner.kernel_for, lambda *sizes: None
+    _updates(probe, "1.5b autocast, blocks")
     runner.kernel_for = real
 
 
@@ -135,9 +121,6 @@ def head(probe: Probe) -> None:
             found |= {"tflops": flops / found["seconds"] / 1e12} | probe.gib()
 
 
-PAGED = {"use_transformers_continuous_batching": True}
-
-
 def step(probe: Probe) -> None:
     """How long does one GRPO step take, and one of TRL? 16 prompts with 8 answers of 512 tokens, by a 1.5B model."""
     rl4llm_peer: Any = importlib.import_module("rl4llm_peer")
@@ -155,11 +138,10 @@ def step(probe: Probe) -> None:
             ours.resume()
             ours.publish()
             found |= _best([rl4llm_peer.step(ours) for _ in range(3)])
-    for name, more in {"generate": {}, "continuous batching": PAGED if probe.cuda else {}}.items():
-        with probe.finding(f"trl, bf16, {name}") as found:
-            found["installed"] = importlib.util.find_spec("trl") is not None
-            if found["installed"]:
-                found |= _best(_trl_steps(probe, job | {"output": f"{place} trl"}, more))
+    with probe.finding("trl, bf16") as found:
+        found["installed"] = importlib.util.find_spec("trl") is not None
+        if found["installed"]:
+            found |= _best(_trl_steps(probe, job | {"output": f"{place} trl"}))
 
 
 def _saved(probe: Probe, size: str) -> Path:
@@ -178,7 +160,7 @@ def _best(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return best["seconds"] | {"tokens": best["tokens"]}
 
 
-def _trl_steps(probe: Probe, job: dict[str, Any], more: dict[str, Any]) -> list[dict[str, Any]]:
+def _trl_steps(probe: Probe, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Take two steps with TRL's trainer, as `step.py` does on a CPU."""
     import datasets
 
@@ -193,7 +175,7 @@ def _trl_steps(probe: Probe, job: dict[str, Any], more: dict[str, Any]) -> list[
             return len(found) <= 2
 
     real, trl_peer.reward = trl_peer.GRPOConfig, lambda text: random.random()
-    trl_peer.GRPOConfig = lambda **options: real(**(options | {"use_cpu": not probe.cuda} | more))
+    trl_peer.GRPOConfig = lambda **options: real(**(options | {"use_cpu": not probe.cuda}))
     turnstile = trl_peer.Turnstile(Lines())
     rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
     prompts = datasets.Dataset.from_list([{"prompt": row["messages"][0]["content"]} for row in rows])
@@ -203,18 +185,6 @@ def _trl_steps(probe: Probe, job: dict[str, Any], more: dict[str, Any]) -> list[
     finally:
         trl_peer.GRPOConfig = real
     return found[1:]
-
-
-def sampler(probe: Probe) -> None:
-    """How long does it take from logits to tokens?"""
-    ways: dict[str, Any] = {"plain": {}, "top_p 0.95": {"top_p": 0.95}, "top_k 50": {"top_k": 50}}
-    for rows in (4,) if probe.tiny else (1, 32, 256):
-        logits = 8 * torch.randn(rows, probe.vocabulary, device=probe.device, dtype=torch.bfloat16)
-        with probe.finding(f"{rows} rows") as found, torch.inference_mode():
-            for name, options in ways.items():
-                params = [SamplingParams(seed=row, **options) for row in range(rows)]
-                draw = partial(Sampler(params, [0] * rows, probe.device), logits)
-                found[f"{name}_ms"] = 1e3 * probe.seconds(draw, 20, warm=3)
 
 
 def publish(probe: Probe) -> None:
@@ -229,31 +199,3 @@ def publish(probe: Probe) -> None:
             found["seconds"] = [probe.seconds(run) for run in runs]
             found |= {"gib": size / GIB, "gb_per_s": size / min(found["seconds"]) / 1e9}
         shutil.rmtree(place, ignore_errors=True)
-
-
-def profile(probe: Probe) -> None:
-    """Which kernels take longest, and how busy is the device?"""
-    backend, batch = probe.trainer(), probe.batch(2, 450)
-    _profiled(probe, "update", partial(backend.forward_backward, batch, loss))
-    del backend
-    rows, steps = (4, 4) if probe.tiny else (64, 20)
-    made = served(probe.model("1.5b"), "graph", rows, "bfloat16")
-    ask(made, [3 * steps + 4] * rows)
-    probe.seconds(made.step, 4)  # prompts, and the capture
-    _profiled(probe, f"{steps} steps of {rows} rows", partial(probe.seconds, made.step, steps))
-
-
-def _profiled(probe: Probe, what: str, run: Callable[[], object]) -> None:
-    with probe.finding(what) as found:
-        plain = probe.seconds(run, warm=1)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if probe.cuda else [])]
-        with record(activities=activities) as profiled:
-            probe.seconds(run)
-        key = "self_device_time_total" if probe.cuda else "self_cpu_time_total"
-        events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, key))
-        if probe.cuda:
-            events = [event for event in events if "CUDA" in str(event.device_type)]
-        busy = sum(getattr(event, key) for event in events) / 1e6
-        found |= {"seconds": plain, "busy_s": busy, "busy_share": busy / plain}
-        found["launches"] = sum(event.count for event in events)
-        found["top_ms"] = [(x.key[:80], x.count, round(getattr(x, key) / 1e3, 3)) for x in events[:20]]
