@@ -12,78 +12,50 @@ import argparse
 import ast
 import contextlib
 import difflib
-import importlib
 import os
+import queue
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-import pytest
 from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("rl4llm", "tests", "configs", "scripts", "pytest.ini")
-WARM = (  # what the tests import beside the library; forked processes have it already
-    "torch", "torch.distributed.tensor", "torch.utils.tensorboard", "transformers", "transformers.models.qwen2",
-    "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.auto.modeling_auto", "safetensors.torch", "aiohttp", "yaml", "xxhash",
-)  # fmt: skip
-OUTCOMES = {0: "passed", 1: "failed"}  # of pytest; with any other the tests were not run
-SHOWN = {"passed": "SURVIVED", "failed": "killed", "timed out": "killed by the time limit"}
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+OUTCOMES = {0: "SURVIVED", 1: "killed", None: "killed by the time limit"}  # by exit status of pytest
 
 
-@dataclass(slots=True)
-class Task:
-    """Tests that run in one of the copies, which is broken for as long as they run."""
+class Tested(NamedTuple):
+    """How tests ended; with any other exit status than 0 and 1 they were not run. None: their time was over."""
 
-    name: str
+    mutant: Mutant | None
     tests: Sequence[str]
-    mutant: Mutant | None = None
-    outcome: str = ""
-    seconds: float = 0.0
-    log: str = ""
-
-
-@dataclass(slots=True)
-class Slot:
-    """A copy of the tree and the process that tests it since `began`; `whole` is the file before it was broken."""
-
-    copy: Path
-    task: Task
-    pid: int = 0
-    began: float = 0.0
-    whole: str = ""
+    status: int | None
+    log: str
 
 
 def main() -> int:
-    given = arguments()
-    chosen = [MUTANTS[name] for name in given.only] if given.only else list(MUTANTS.values())
-    wrong = [problem for mutant in chosen for problem in problems(ROOT, mutant)]
-    if wrong:
-        print("\n".join([*wrong, "Next: correct scripts/mutants.py. Nothing was run."]), file=sys.stderr)
-        return 1
-    for name in WARM:
-        importlib.import_module(name)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests under way end too
-    return judge(ROOT, chosen, jobs=given.jobs, timeout_s=given.timeout)
-
-
-def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=MUTANTS, help="run these mutants alone")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="SECONDS", help="per mutant (default: 300)"
     )
-    return parser.parse_args()
+    given = parser.parse_args()
+    chosen = [MUTANTS[name] for name in given.only or MUTANTS]
+    if wrong := [problem for mutant in chosen for problem in problems(ROOT, mutant)]:
+        print("\n".join([*wrong, "Next: correct scripts/mutants.py. Nothing was run."]), file=sys.stderr)
+        return 1
+    return judge(ROOT, chosen, jobs=given.jobs, timeout_s=given.timeout)
 
 
 def problems(root: Path, mutant: Mutant) -> Iterator[str]:
@@ -110,26 +82,23 @@ def functions(file: Path) -> set[str]:
 
 def judge(root: Path, mutants: Sequence[Mutant], *, jobs: int, timeout_s: float) -> int:
     """Test the unbroken tree, then each mutant; return the exit status."""
-    if "rl4llm" in sys.modules:
-        raise RuntimeError("rl4llm is imported already, so the tests would not see a mutant.")
-    with tempfile.TemporaryDirectory(prefix="rl4llm-mutate-") as directory:
-        copies = [copied(root, Path(directory, str(number))) for number in range(jobs)]
-        files: dict[str, list[str]] = {}
-        for test in dict.fromkeys(test for mutant in mutants for test in mutant.tests):
-            files.setdefault(test.partition("::")[0], []).append(test)
-        began = time.monotonic()
-        for task in run([Task("unbroken", tests) for tests in files.values()], copies, 10 * timeout_s):
-            if task.outcome != "passed":
+    files: dict[str, list[str]] = {}
+    for test in dict.fromkeys(test for mutant in mutants for test in mutant.tests):
+        files.setdefault(test.partition("::")[0], []).append(test)
+    with tempfile.TemporaryDirectory(prefix="rl4llm-mutate-") as directory, ThreadPoolExecutor(jobs) as pool:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(jobs):
+            copies.put(copied(root, Path(directory, str(number))))
+        for done in pool.map(lambda tests: run(copies, tests, None, 10 * timeout_s), files.values()):
+            if done.status != 0:
+                pool.shutdown(cancel_futures=True)
                 print(
-                    f"{task.log}\nWithout any mutant: {task.outcome}: {', '.join(task.tests)}. No mutant was run."
+                    f"{done.log}\nNot passed without any mutant: {', '.join(done.tests)}. No mutant was run."
                 )
                 return 1
-        print(
-            f"The tests of {len(files)} files pass on the unbroken tree ({time.monotonic() - began:.0f} s).",
-            flush=True,
-        )
-        tasks = list(run([Task(mutant.name, mutant.tests, mutant) for mutant in mutants], copies, timeout_s))
-    return report(root, tasks, time.monotonic() - began)
+        print(f"The tests of {len(files)} files pass on the unbroken tree.", flush=True)
+        judged = list(pool.map(lambda mutant: run(copies, mutant.tests, mutant, timeout_s), mutants))
+    return report(root, judged)
 
 
 def copied(root: Path, copy: Path) -> Path:
@@ -143,102 +112,48 @@ def copied(root: Path, copy: Path) -> Path:
     return copy
 
 
-def run(tasks: Iterable[Task], copies: Sequence[Path], timeout_s: float) -> Iterator[Task]:
-    """Run the tasks, one in each copy at a time; yield each when it is done."""
-    waiting, free, busy = deque(tasks), list(copies), list[Slot]()
-    try:
-        while waiting or busy:
-            while waiting and free:
-                busy.append(start(Slot(free.pop(), waiting.popleft())))
-            for slot in [slot for slot in busy if ended(slot) or time.monotonic() > slot.began + timeout_s]:
-                busy.remove(slot)
-                yield finish(slot)
-                free.append(slot.copy)
-            time.sleep(0.05)
-    finally:
-        for slot in busy:
-            end(slot)
+def run(copies: queue.Queue[Path], tests: Sequence[str], mutant: Mutant | None, timeout_s: float) -> Tested:
+    """Run tests in a free copy, broken by the mutant, against the library of that copy."""
+    copy, began = copies.get(), time.monotonic()
+    file = copy / (mutant.file if mutant else "pytest.ini")
+    whole = file.read_text() if mutant else ""
+    if mutant:
+        file.write_text(whole.replace(mutant.code, mutant.broken))
+    environ = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={copy / 'tmp'}", *tests]
+    with (copy / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=copy, env=os.environ | environ, stdout=log, stderr=log, start_new_session=True
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+        status = process.returncode
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what the tests started too
+        process.wait()
+    if mutant:
+        file.write_text(whole)
+        outcome = OUTCOMES.get(status, f"exit status {status}")
+        print(f"{outcome:26}{mutant.name:40}{time.monotonic() - began:6.1f} s", flush=True)
+    tested = Tested(mutant, tests, status, (copy / "log").read_text(errors="replace")[-8000:])
+    copies.put(copy)
+    return tested
 
 
-def start(slot: Slot) -> Slot:
-    """Break the copy, and fork the process that tests it."""
-    if mutant := slot.task.mutant:
-        file = slot.copy / mutant.file
-        slot.whole = file.read_text()
-        file.write_text(slot.whole.replace(mutant.code, mutant.broken))
-    sys.stdout.flush()
-    slot.began, slot.pid = time.monotonic(), os.fork()
-    if slot.pid == 0:
-        status = 70
-        try:
-            status = run_tests(slot.copy, slot.task.tests)
-        finally:
-            if sys.exc_info()[0] is not None:
-                traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(status)
-    return slot
-
-
-def ended(slot: Slot) -> bool:
-    """Say whether the process is over. Its number stays taken until `end`, so a signal cannot reach another process."""
-    return os.waitid(os.P_PID, slot.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def end(slot: Slot) -> int:
-    """End what is left of the process and its children, which form a group; return its exit status."""
-    os.kill(slot.pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # it has not formed one yet
-        os.killpg(slot.pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(slot.pid, 0)[1])
-
-
-def finish(slot: Slot) -> Task:
-    """Note how the tests ended, and mend the copy."""
-    task, in_time = slot.task, ended(slot)
-    status = end(slot)
-    task.seconds = time.monotonic() - slot.began
-    task.outcome = OUTCOMES.get(status, f"exit status {status}") if in_time else "timed out"
-    task.log = (slot.copy / "log").read_text(errors="replace")[-8000:]
-    if task.mutant is not None:
-        (slot.copy / task.mutant.file).write_text(slot.whole)
-        print(f"{SHOWN.get(task.outcome, task.outcome):26}{task.name:40}{task.seconds:6.1f} s", flush=True)
-    return task
-
-
-def run_tests(copy: Path, tests: Sequence[str]) -> int:
-    """In the forked process: run the tests of a copy against the library of that copy."""
-    os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    log = os.open(copy / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.chdir(copy)
-    sys.path.insert(0, str(copy))
-    sys.dont_write_bytecode = True
-    os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    library = importlib.import_module("rl4llm").__file__
-    if not Path(library or "").is_relative_to(copy):
-        raise RuntimeError(f"rl4llm was imported from {library}, not from the copy.")
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={copy / 'tmp'}"]
-    return int(pytest.main([*options, *tests]))
-
-
-def report(root: Path, tasks: Sequence[Task], seconds: float) -> int:
+def report(root: Path, judged: Sequence[Tested]) -> int:
     """Print what survived, and return the exit status."""
-    counts = {name: sum(task.outcome == name for task in tasks) for name in ("failed", "timed out", "passed")}
-    for task in tasks:
-        if task.mutant is not None and task.outcome not in ("failed", "timed out"):
-            print(
-                f"\n{task.name}: {task.outcome} with\n{diff(root, task.mutant)}\nTests: {', '.join(task.tests)}"
-            )
-            print("" if task.outcome == "passed" else task.log)
-    others = len(tasks) - sum(counts.values())
+    for mutant, tests, status, log in judged:
+        if mutant and status not in (1, None):
+            how = "survived" if status == 0 else f"exit status {status}"
+            print(f"\n{mutant.name}: {how} with\n{diff(root, mutant)}\nTests: {', '.join(tests)}")
+            print("" if status == 0 else log)
+    killed, late, survived = (sum(one.status == status for one in judged) for status in (1, None, 0))
+    others = len(judged) - killed - late - survived
     print(
-        f"\n{len(tasks)} mutants in {seconds:.0f} s: {counts['failed']} killed by a test, {counts['timed out']} by the time "
-        f"limit, {counts['passed']} survived, {others} not judged."
+        f"\n{len(judged)} mutants: {killed} killed by a test, {late} by the time limit, {survived} survived, "
+        f"{others} not judged."
     )
-    return 0 if counts["passed"] == others == 0 else 1
+    return 0 if survived == others == 0 else 1
 
 
 def diff(root: Path, mutant: Mutant) -> str:
