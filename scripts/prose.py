@@ -1,7 +1,6 @@
 """Check how the project is written: banned phrases, long sentences, docstrings without a verb, test names, missing terms.
 
     python scripts/prose.py            # print each finding and exit with 1 if there is one
-    python scripts/prose.py --lower    # lower the counts of scripts/prose_allowed.txt to what is left, never raise them
 
 docs/style.md is the guide in words. scripts/prose.toml has the phrases, limits and terms.
 """
@@ -12,15 +11,12 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-ALLOWED = "scripts/prose_allowed.txt"
-HEAD = "# Findings that are still allowed: rule, file, count. Counts only shrink: python scripts/prose.py --lower\n"
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 DOCUMENTED = ("rl4llm", "examples")
 HISTORY = "CHANGELOG.md"
@@ -37,16 +33,7 @@ class Hit(NamedTuple):
 
 def main() -> int:
     """Print what is wrong with the checkout that contains this script."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--lower", action="store_true", help=f"lower the counts of {ALLOWED}")
-    arguments = parser.parse_args()
-    hits = findings(ROOT)
-    allowed = read_allowed(ROOT / ALLOWED)
-    if arguments.lower:
-        allowed = lowered(hits, allowed)
-        rows = [f"{rule} {path} {count}\n" for (rule, path), count in sorted(allowed.items())]
-        (ROOT / ALLOWED).write_text("".join([HEAD, *rows]), "utf-8")
-    problems = list(judge(hits, allowed))
+    problems = [f"{hit.path}:{hit.line}: {hit.rule}: {hit.text}" for hit in findings(ROOT)]
     print(*problems, sep="\n", end="\n" if problems else "")
     if problems:
         print(f"{len(problems)} problems; docs/style.md has the rules.", file=sys.stderr)
@@ -69,35 +56,6 @@ def findings(root: Path) -> list[Hit]:
         else:
             hits += in_comments(name, text)
     return [*hits, *in_help(), *missing_terms(root)]
-
-
-def read_allowed(path: Path) -> Counter[tuple[str, str]]:
-    """Return the number of allowed findings by rule and file."""
-    lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    rows = [line.split() for line in lines if line and not line.startswith("#")]
-    return Counter({(rule, name): int(count) for rule, name, count in rows})
-
-
-def lowered(hits: Iterable[Hit], allowed: Mapping[tuple[str, str], int]) -> Counter[tuple[str, str]]:
-    """Return the allowances that are still needed, none of them above what it was."""
-    found = Counter((hit.rule, hit.path) for hit in hits)
-    return Counter({key: min(count, found[key]) for key, count in allowed.items() if found[key]})
-
-
-def judge(hits: Iterable[Hit], allowed: Mapping[tuple[str, str], int]) -> Iterator[str]:
-    """Yield a line for each finding that is not allowed, and for each allowance that is no longer needed."""
-    grouped: dict[tuple[str, str], list[Hit]] = {}
-    for hit in hits:
-        grouped.setdefault((hit.rule, hit.path), []).append(hit)
-    for key, found in grouped.items():
-        count = allowed.get(key, 0)
-        if len(found) > count:
-            note = f" (allowed: {count})" if count else ""
-            yield from (f"{hit.path}:{hit.line}: {hit.rule}{note}: {hit.text}" for hit in found)
-    for (rule, path), count in sorted(allowed.items()):
-        left = len(grouped.get((rule, path), ()))
-        if left < count:
-            yield f"{ALLOWED}: {rule} {path}: {count} are allowed, {left} are left. Run scripts/prose.py --lower."
 
 
 # Files

@@ -1,23 +1,16 @@
 """The checks of scripts/prose.py find what they should, and the project passes them."""
 
 import ast
-from collections import Counter
 
 import prose
 import pytest
-from prose import Hit
 
 PHRASES = prose.settings()["phrase"]
 
 
 @pytest.mark.sweep  # scripts/test.sh runs the same before the tests
 def test_the_project_passes_its_prose_checks():
-    assert list(prose.judge(prose.findings(prose.ROOT), prose.read_allowed(prose.ROOT / prose.ALLOWED))) == []
-
-
-def test_pages_and_help_need_no_allowance():
-    allowed = prose.read_allowed(prose.ROOT / prose.ALLOWED)
-    assert [name for _, name in allowed if not name.endswith(".py")] == []
+    assert prose.findings(prose.ROOT) == []
 
 
 @pytest.mark.parametrize("phrase", PHRASES, ids=lambda phrase: phrase["example"])
@@ -116,15 +109,3 @@ def test_missing_terms_are_found(tmp_path, monkeypatch):
     assert [(hit.path, hit.text) for hit in prose.missing_terms(tmp_path)] == [
         ("README.md", "the term 'retry' is missing")
     ]
-
-
-def test_the_list_of_allowances_only_shrinks():
-    hits = [Hit("phrase", "a.py", 1, "x"), Hit("phrase", "a.py", 2, "x"), Hit("phrase", "b.py", 1, "x")]
-    allowed = Counter({("phrase", "a.py"): 3, ("sentence", "a.py"): 1})
-    assert prose.lowered(hits, allowed) == {("phrase", "a.py"): 2}
-    problems = "\n".join(prose.judge(hits, allowed))
-    assert "b.py:1: phrase" in problems
-    assert "phrase a.py: 3 are allowed, 2 are left" in problems
-    assert "sentence a.py: 1 are allowed, 0 are left" in problems
-    assert "a.py:1: phrase" not in problems
-    assert "a.py:2: phrase (allowed: 1)" in "\n".join(prose.judge(hits, {("phrase", "a.py"): 1}))
