@@ -13,18 +13,20 @@ import argparse
 import json
 from pathlib import Path
 
-from curves import picture
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.recipes.recipe import RECIPES, Recipe, changes, load, names
 from rl4llm.extensions.recipes.repeat import measured
 from rl4llm.extensions.recipes.results import Stored, stored
 from rl4llm.extensions.recipes.summary import rows, spread
-from rl4llm.tracking.curve import INK
+from rl4llm.tracking.curve import INK, style_axes
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs" / "recipes.md", ROOT / "docs" / "recipes"
 BEGIN, END = "<!-- recipes -->", "<!-- end of recipes -->"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
 KEPT = ("seed", "curve", "problems", "seconds", "cpu_seconds", "peak_memory_gb", "weights_sha256", "machine")
 
 
@@ -137,15 +139,23 @@ def claim(item: dict) -> str:
 
 def draw(recipe: Recipe, results: dict[str, Stored]) -> None:
     """Draw each seed thin and the mean thick, a colour for each variant; the picture contains what was drawn."""
-    curves = {}
-    for variant, known in results.items():
+    figure = Figure(figsize=(8, 3.2), dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for (variant, known), colour in zip(results.items(), COLOURS, strict=False):
+        for run in known.seeds.values():
+            steps, shares = zip(*run["curve"], strict=True)
+            axes.plot(steps, [100 * share for share in shares], color=colour, alpha=0.35, linewidth=1.1)
         label = f"{variant}, {len(known.seeds)} seed{'s' * (len(known.seeds) > 1)}"
-        seeds = [{step: 100 * share for step, share in run["curve"]} for run in known.seeds.values()]
-        curves[label] = seeds, {step: 100 * share for step, share in known.curve()}
-    PICTURES.mkdir(exist_ok=True)
-    axes = picture(curves, f"held-out {recipe.metric} (%)", recipe.title, dpi=110)
+        steps, shares = zip(*known.curve(), strict=True)
+        axes.plot(steps, [100 * share for share in shares], "o-", color=colour, linewidth=2.2, label=label)
+    style_axes(axes, f"held-out {recipe.metric} (%)")
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("training step", color=INK)
+    axes.set_title(recipe.title, loc="left", fontsize=12, fontweight="bold", color=INK)
     axes.legend(loc="best", frameon=False, fontsize=9, labelcolor=INK)
-    axes.figure.savefig(PICTURES / f"{recipe.name}.png", metadata={"Description": drawn(results)})
+    PICTURES.mkdir(exist_ok=True)
+    figure.savefig(PICTURES / f"{recipe.name}.png", metadata={"Description": drawn(results)})
 
 
 def drawn(results: dict[str, Stored]) -> str:

@@ -66,15 +66,3 @@ def test_sums_are_right_and_held_out_ones_are_never_trained_on(tmp_path):
     assert len({row["question"] for row in train + held_out}) == 610
     for row in train + held_out:
         assert str(eval(row["question"].removesuffix(" = ?"))) == row["answer"]
-
-
-def test_the_curves_of_several_runs_become_one_picture(tmp_path):
-    for seed, last in (("0", 0.5), ("1", 0.75)):
-        (tmp_path / seed).mkdir()
-        rows = [{"step": 0, "accuracy": 0.25}, {"step": 5, "accuracy": last}]
-        (tmp_path / seed / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    script = EXAMPLES.parent / "scripts" / "curves.py"
-    done = python(script, tmp_path / "picture.png", tmp_path / "0", tmp_path / "1")
-    assert done.returncode == 0, done.stderr
-    assert "1: step 0: 25.0 %, step 5: 75.0 %" in done.stdout
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
