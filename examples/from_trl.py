@@ -76,4 +76,7 @@ if __name__ == "__main__":
     )
     trainer.train()
     Path(options.output, "curve.json").write_text(json.dumps(curve))
-    print(f"reward {curve[0]:.3f} -> {curve[-1]:.3f} in {len(curve)} steps, with {options.library}")
+    last = curve[-10:]
+    print(
+        f"reward {curve[0]:.3f} -> {sum(last) / len(last):.3f} (last ten of {len(curve)} steps), with {options.library}"
+    )

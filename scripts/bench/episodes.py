@@ -1,44 +1,40 @@
-"""What the episode loop costs: episodes of three turns with two calls of a tool, against an engine that answers at once.
+"""What the episode loop costs: episodes of three turns with two calls of a tool, against a server that answers at once.
 
-    python scripts/bench/episodes.py
-    python scripts/bench/episodes.py --peer-python ../verifiers/bin/python
+    python scripts/bench/episodes.py [--peer-python ../verifiers/bin/python]
 
 All of a rollout runs but the model: rendering, exact token records, parsing and running the calls, rewards, trajectories.
-Without a peer the engine is in this process, and the process has one core. With one, both sides play the same tasks through
-HTTP against the same mock server, in alternation; README.md says how.
+Both sides play the same tasks through HTTP with the same mock server, in alternation; README.md says how. Without a peer
+only ours plays.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from episodes_server import serve, texts
-from episodes_task import SYSTEM, TURNS, increment, plain_tool, question, scored
-from peer import Memory, Peer, in_turns, parser_of, ratios, spread
+from episodes_server import SYSTEM, TURNS, increment, question, scored, serve, texts
+from peer import Peer, in_turns, parser_of, ratios, spread
 
 from rl4llm.backends.tiny import build_tokenizer
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseRewardFunction
-from rl4llm.core.types import Completion, SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
-from rl4llm.runtime.cpu import set_aside_what_stays
 from rl4llm.runtime.runner import Runner
 
 HERE = Path(__file__).parent
-GROUP, AT_ONCE = 8, 1024
+GROUP = 8
 PARAMS = SamplingParams(max_tokens=64)
 LIMITS = {"vocab_size": 4096, "context_length": 2048}
 
@@ -53,63 +49,14 @@ class SaysTheSum(BaseRewardFunction):
         return scored(messages[-1].content, ground_truth)
 
 
-class MockEngine(BaseClient):
-    """Answers at once, each session's turns in order. If `alike`, the samples of a prompt give equal answers,
-    else each calls the tool with different numbers.
-    """
-
-    context_length, vocab_size = LIMITS["context_length"], LIMITS["vocab_size"]
-
-    def __init__(self, tokenizer: Any, prompts: int, alike: bool = True):
-        self._turns: dict[str, int] = {}
-        self._replies = {
-            f"{number}/{index}": [
-                _completion(tokenizer, text)
-                for text in said(number, number if alike else number * GROUP + index)
-            ]
-            for number in range(prompts)
-            for index in range(GROUP)
-        }
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling_params: Any, *, session: str = ""
-    ) -> Completion:
-        await asyncio.sleep(0)
-        turn = self._turns.get(session, 0)
-        self._turns[session] = turn + 1
-        return self._replies[session.partition("/")[2]][turn]
-
-    async def release(self, session: str) -> None:
-        self._turns.pop(session, None)
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return [-0.5] * (len(token_ids) - 1)
-
-    async def load(self, weight_ref: WeightRef) -> None:
-        pass
-
-    async def version(self) -> int:
-        return 0
-
-
-def said(number: int, first: int) -> list[str]:
-    """What the model says to a question: calls from the number `first` on, and the answer."""
-    return [*texts(first)[:-1], texts(number)[-1]]
-
-
-def _completion(tokenizer: Any, text: str) -> Completion:
-    token_ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-    return Completion(text, token_ids, (-0.5,) * len(token_ids), "stop", 0)
-
-
 def tokenizer_of_the_task() -> Any:
     return build_tokenizer([SYSTEM, question(123), *texts(123)] * 4, vocab_size=400)
 
 
-def environment(tokenizer: Any, episodes: int, tool: Callable[..., Any] = increment) -> ToolMDPEnv:
+def environment(tokenizer: Any, episodes: int) -> ToolMDPEnv:
     """Return episodes of different prompts, in groups that share one."""
     rows = [row(number) for number in range(max(1, episodes // GROUP))]
-    return ToolMDPEnv(rows, tokenizer, [SaysTheSum()], len(rows), min(GROUP, episodes), tools=[tool])
+    return ToolMDPEnv(rows, tokenizer, [SaysTheSum()], len(rows), GROUP, tools=[increment])
 
 
 def row(number: int) -> dict[str, Any]:
@@ -118,9 +65,8 @@ def row(number: int) -> dict[str, Any]:
 
 
 def play(client: BaseClient, env: ToolMDPEnv) -> dict[str, float]:
-    """Play all prompts of the environment at once; wall and processor seconds, and what memory grew by at its peak."""
+    """Play all prompts of the environment at once; return wall and processor seconds."""
     renderer = Renderer(env.tokenizer, env.tool_schemas, roles=("tool",))
-    memory = Memory()
     with Runner() as runner:
         rollout = Rollout(env, client, renderer, runner, seed=0)
         began, cpu = time.perf_counter(), time.process_time()
@@ -131,28 +77,7 @@ def play(client: BaseClient, env: ToolMDPEnv) -> dict[str, float]:
     assert len(trajectories) == len(env.dataset) * env.group_size
     assert all(trajectory.reward == 1.0 for trajectory in trajectories), "an episode did not end as it should"
     assert all(trajectory.num_turns == TURNS for trajectory in trajectories)
-    return {"episodes": len(trajectories), **memory.report(), **seconds}
-
-
-def alone(options: argparse.Namespace) -> None:
-    """Episodes a second on one core, the engine in this process, and the memory of many at once."""
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    tokenizer = tokenizer_of_the_task()
-    kinds = [
-        ("async tool", AT_ONCE, options.runs, increment, True),
-        ("async tool, no results alike", AT_ONCE, options.runs, increment, False),
-        ("plain tool", AT_ONCE, options.runs, plain_tool(), True),
-        ("async tool", options.concurrent, 1, increment, True),
-    ]
-    for kind, episodes, runs, tool, alike in kinds:
-        env = environment(tokenizer, episodes, tool)
-        engine = MockEngine(tokenizer, len(env.dataset), alike)
-        play(engine, environment(tokenizer, 32, tool))  # warm
-        set_aside_what_stays()  # as `rl4llm train` does before its first step
-        results = [play(engine, env) for _ in range(runs)]
-        grown = max(result["growth_gb"] for result in results)
-        what = f"{episodes:,} episodes at once, {kind}, one core"
-        print(f"{what}: {rates(results)}; peak above the idle process {grown * 1e3:.0f} MB")
+    return {"episodes": len(trajectories), **seconds}
 
 
 def rates(results: Sequence[dict[str, float]]) -> str:
@@ -164,7 +89,7 @@ def rates(results: Sequence[dict[str, float]]) -> str:
 def peer_of(options: argparse.Namespace, url: str, directory: str) -> Peer:
     """Return the other side's process."""
     prompts = max(1, options.episodes // GROUP)
-    job = {"url": url, "prompts": prompts, "group_size": GROUP, "interception": options.peer_interception}
+    job = {"url": url, "prompts": prompts, "group_size": GROUP}
     command = [options.peer_python, str(HERE / "verifiers_peer.py"), json.dumps(job)]
     environment = {**os.environ, "HOME": directory}  # where it makes a directory for each rollout
     environment.pop("PYTHONPATH", None)
@@ -186,46 +111,34 @@ class Server:
         self._process.join()
 
 
-def side_by_side(options: argparse.Namespace) -> None:
-    """The same tasks played by both sides, in alternation."""
-    with ExitStack() as stack:
-        url = stack.enter_context(Server())
-        tokenizer = tokenizer_of_the_task()
-        directory = stack.enter_context(tempfile.TemporaryDirectory())
-        peer = stack.enter_context(peer_of(options, url, directory))
-        env = environment(tokenizer, options.episodes)
-        client = SGLangClient(url, tokenizer, **LIMITS)
-        name = " ".join(f"{name} {version}" for name, version in peer.versions.items())
-        sides = {"rl4llm": lambda: play(client, env), name: peer.ask}
-        taken = in_turns(sides, options.pairs, options.warm_up)
-    print(f"{options.episodes} episodes of {TURNS} turns at once, {options.pairs} pairs")
-    for which, results in taken.items():
-        print(f"{which}: {rates(results)}")
-    for clock, what in (("wall_s", "wall clock"), ("cpu_s", "processor time")):
-        theirs, ours = ([result[clock] for result in taken[which]] for which in (name, "rl4llm"))
-        print(f"ratio by {what}: {spread(ratios(theirs, ours))}")
+def parse() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--peer-python", help="the Python of an environment with verifiers")
+    parser.add_argument("--episodes", type=int, default=256, help="at once")
+    parser.add_argument("--pairs", type=int, default=7)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument(
-        "--concurrent", type=int, default=10_000, help="simultaneous episodes whose memory is measured"
-    )
-    parser.add_argument(
-        "--peer-python", help="the Python of an environment with verifiers; then both sides are compared"
-    )
-    parser.add_argument(
-        "--peer-interception", choices=["elastic", "server"], default="elastic", help="its proxies"
-    )
-    parser.add_argument("--episodes", type=int, default=256, help="at once, where both sides are compared")
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--warm-up", type=int, default=1, help="pairs before the first that counts")
-    options = parser.parse_args()
-    if options.peer_python:
-        side_by_side(options)
-    else:
-        alone(options)
+    options = parse()
+    with ExitStack() as stack:
+        url = stack.enter_context(Server())
+        tokenizer = tokenizer_of_the_task()
+        env = environment(tokenizer, options.episodes)
+        client = SGLangClient(url, tokenizer, **LIMITS)
+        sides = {"rl4llm": lambda: play(client, env)}
+        if options.peer_python:
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            peer = stack.enter_context(peer_of(options, url, directory))
+            sides[f"verifiers {peer.versions['verifiers']}"] = peer.ask
+        taken = in_turns(sides, options.pairs)
+    print(f"{options.episodes} episodes of {TURNS} turns at once, {options.pairs} pairs")
+    ours = taken["rl4llm"]
+    for name, results in taken.items():
+        print(f"{name}: {rates(results)}")
+        for clock in ("wall_s", "cpu_s") if name != "rl4llm" else ():
+            pairs = ratios([result[clock] for result in results], [result[clock] for result in ours])
+            print(f"{name} over rl4llm, {clock}: {spread(pairs)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The model of `episodes.py`: a server that knows at once what it says, in a separate process.
+"""What both sides of `episodes.py` play, and its model: a server that knows at once what it says, in a separate process.
+
+Add one to 41, then one to the result. What is it?      increment(41)  42  increment(42)  43  "The answer is 43."
 
 `/v1/chat/completions` speaks OpenAI's messages with native tool calls, `/generate` SGLang's token ids; both say the same.
 A turn follows from the request alone, and a request that lacks the result of a call before it is refused, so neither side
@@ -15,7 +17,29 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
-from episodes_task import argument, question, right
+
+SYSTEM = "Answer the question. Call the tool for every step of it."
+TURNS = 3
+
+
+def question(number: int) -> str:
+    """The prompt of a task; no two have the same number."""
+    return f"Add one to {number}, then one to the result. What is it?"
+
+
+def scored(said: str, number: int) -> float:
+    """The reward: 1 where the last message says the sum."""
+    return float(str(number + 2) in said)
+
+
+async def increment(number: int) -> int:
+    """Add one.
+
+    Args:
+        number: to which one is added.
+    """
+    return number + 1
+
 
 QUESTION = re.compile(question(0).replace("0", r"(\d+)").replace("?", r"\?"))
 RESULT = re.compile(r"<\|im_start\|>tool\n(\d+)<\|im_end\|>")
@@ -25,9 +49,7 @@ CALL = '<tool_call>{"name": "increment", "arguments": {"number": %d}}</tool_call
 
 def texts(number: int) -> list[str]:
     """What the model says to a question, turn by turn, as a text."""
-    return [
-        CALL % (number + turn) if argument(number, turn) is not None else right(number) for turn in range(3)
-    ]
+    return [*(CALL % (number + turn) for turn in range(TURNS - 1)), f"The answer is {number + 2}."]
 
 
 def check_results(number: int, turn: int, results: list[str]) -> None:
@@ -52,12 +74,13 @@ async def chat(request: web.Request) -> web.Response:
 
 @functools.cache
 def _chat_reply(number: int, turn: int) -> bytes:
-    called = argument(number, turn)
-    message: dict[str, Any] = {"role": "assistant", "content": right(number) if called is None else None}
-    if called is not None:
-        function = {"name": "increment", "arguments": json.dumps({"number": called})}
-        message["tool_calls"] = [{"id": f"call_{turn}", "type": "function", "function": function}]
-    reason = "stop" if called is None else "tool_calls"
+    message: dict[str, Any] = {"role": "assistant", "content": texts(number)[turn]}
+    reason = "stop"
+    if turn < TURNS - 1:
+        function = {"name": "increment", "arguments": json.dumps({"number": number + turn})}
+        call = {"id": f"call_{turn}", "type": "function", "function": function}
+        message |= {"content": None, "tool_calls": [call]}
+        reason = "tool_calls"
     reply = {
         "id": f"chatcmpl-{number}-{turn}",
         "object": "chat.completion",

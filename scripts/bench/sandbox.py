@@ -10,11 +10,12 @@ of a run, with everything below the supervisor, says what the machine can do whe
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from peer import parser_of
 
 from rl4llm.extensions.sandbox import Asserts, Call, Calls, Limits, Program, Sandbox
 
@@ -32,7 +33,7 @@ CLOCK_TICKS = 100
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--slots", type=int, default=2)
     arguments = parser.parse_args()

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import transformers
@@ -33,16 +33,11 @@ from models import (
     build_model,
     build_prompts,
     build_tokenizer,
-    describe_machine,
     load_model,
+    processor,
     word_prompts,
 )
 from peer import Peer, in_turns, parser_of, ratios, spread
-
-from rl4llm import GRPOTrainer
-from rl4llm.config import Config, flatten
-from rl4llm.config.overrides import layer_of
-from rl4llm.extensions.servers.launch import ServerProcess, launch
 
 HERE = Path(__file__).parent
 SAMPLES, NEW_TOKENS, LEARNING_RATE = 8, 64, 1e-6
@@ -57,72 +52,45 @@ KERNELS = {
 }
 
 
-class Options(NamedTuple):
-    """What a user of TRL can choose: the dtype of the model and the samples of a micro-batch."""
-
-    dtype: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.dtype}/{self.micro_batch}"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        dtype, _, micro_batch = text.partition("/")
-        return cls(dtype, int(micro_batch))
-
-
-FAIR = Options("float32", 32)
-CANDIDATES = tuple(Options(dtype, size) for dtype in ("float32", "bfloat16") for size in (8, 32, 128))
+FAIR = ("float32", 32)  # TRL's dtype, and samples of a micro-batch
+CANDIDATES = [(dtype, size) for dtype in ("float32", "bfloat16") for size in (8, 32, 128)]
 
 
 class Bench:
     """What both sides are given, in a directory that goes away."""
 
     def __init__(self, directory: Path, options: argparse.Namespace):
-        self._directory, self._options = directory, options
+        self._directory, self._python = directory, options.peer_python
+        model, data, count = directory / "model", directory / "prompts.jsonl", options.prompts * STEPS
         self._job = {
-            "model": str(directory / "model"),
-            "data": str(directory / "prompts.jsonl"),
+            "model": str(model),
+            "data": str(data),
             "threads": options.threads,
             "prompts": options.prompts,
-            "group_size": SAMPLES,
-            "new_tokens": NEW_TOKENS,
-            "lr": LEARNING_RATE,
         }
-        if options.model:
-            prompts = save_pretrained(options.model, directory / "model", options.prompts * STEPS)
-        else:
-            prompts = save_model(options.size, directory / "model", options.prompts * STEPS)
-        save_prompts(prompts, directory / "prompts.jsonl")
-        self._environment = self._shared_environment()
+        self._job |= {"group_size": SAMPLES, "new_tokens": NEW_TOKENS, "lr": LEARNING_RATE}
+        saved = (
+            save_pretrained(options.model, model, count)
+            if options.model
+            else save_model(options.size, model, count)
+        )
+        rows = [{"messages": [{"role": "user", "content": prompt}], "ground_truth": ""} for prompt in saved]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+        self._environment = {**os.environ, **offline, "OMP_NUM_THREADS": str(options.threads)}
+        if options.mode == "same":
+            self._environment["LD_PRELOAD"] = str(build_shim(directory))
 
-    def ours(self, overrides: dict[str, Any]) -> Peer:
-        job = self._job | {"output": self._place("ours"), "overrides": overrides}
-        return self._start("ours", sys.executable, "rl4llm_peer.py", job)
+    def ours(self) -> Peer:
+        return self._start("ours", sys.executable, "rl4llm_peer.py", {"overrides": {}})
 
-    def trl(self, chosen: Options) -> Peer:
-        job = self._job | {"output": self._place("trl"), **chosen._asdict()}
-        return self._start("TRL", self._options.peer_python, "trl_peer.py", job)
+    def trl(self, dtype: str, micro_batch: int) -> Peer:
+        return self._start("TRL", self._python, "trl_peer.py", {"dtype": dtype, "micro_batch": micro_batch})
 
-    def _start(self, name: str, python: str, script: str, job: dict[str, Any]) -> Peer:
-        command = [python, str(HERE / script), json.dumps(job)]
-        return Peer(name, command, self._environment, Path(job["output"] + ".log"))
-
-    def _place(self, name: str) -> str:
-        return tempfile.mktemp(prefix=f"{name}-", dir=self._directory)
-
-    def _shared_environment(self) -> dict[str, str]:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(self._options.threads),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        if self._options.mode == "same":
-            environment["LD_PRELOAD"] = str(build_shim(self._directory))
-        return environment
+    def _start(self, name: str, python: str, script: str, more: dict[str, Any]) -> Peer:
+        output = tempfile.mktemp(prefix=f"{name}-", dir=self._directory)
+        command = [python, str(HERE / script), json.dumps({**self._job, **more, "output": output})]
+        return Peer(name, command, self._environment, Path(f"{output}.log"))
 
 
 def save_model(size: str, directory: Path, count: int) -> list[str]:
@@ -153,25 +121,6 @@ def save_pretrained(source: str, directory: Path, count: int) -> list[str]:
     return word_prompts(tokenizer, count)
 
 
-def costless(completions: list[Any], **columns: Any) -> list[float]:
-    """A reward that costs nothing."""
-    return [float(len(completion) % 2) for completion in completions]
-
-
-def trainer_of(directory: Path, prompts: list[str], rollout: dict[str, Any], **keys: Any) -> GRPOTrainer:
-    """A trainer of the model in a directory, with rollouts of the benchmark's shape and nothing beside the steps."""
-    shape = {"prompts": PROMPTS, "group_size": SAMPLES, "max_tokens": NEW_TOKENS}
-    rows = [{"prompt": prompt, "ground_truth": ""} for prompt in prompts]
-    more = {"output.dir": str(directory / "run"), "eval.every": 0, "checkpoint.every": 0}
-    return GRPOTrainer(str(directory / "model"), rows, [costless], rollout=shape | rollout, **(more | keys))
-
-
-def sglang_of(model: Path, python: str) -> ServerProcess:
-    """SGLang on the CPU, not started yet; `python` is that of its environment."""
-    flags = ["--model-path", str(model), "--port", "0", "--max-running-requests", "128"]
-    return launch("sglang", [*flags, "--max-total-tokens", "65536"], python=python, cpu=True)
-
-
 @torch.no_grad()
 def silence(model: Any, token: int) -> None:
     """Give `token` a probability of 0: one hidden channel is a positive constant, and its logit falls with it."""
@@ -183,11 +132,6 @@ def silence(model: Any, token: int) -> None:
     model.lm_head.weight[token, 0] = -1e4
 
 
-def save_prompts(prompts: list[str], path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": prompt}], "ground_truth": ""} for prompt in prompts]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def build_shim(directory: Path) -> Path:
     """A library that answers MKL's question whether the processor is Intel's with yes, for every process it is loaded in."""
     source, library = directory / "shim.c", directory / "shim.so"
@@ -196,23 +140,17 @@ def build_shim(directory: Path) -> Path:
     return library
 
 
-def choose(bench: Bench, options: argparse.Namespace) -> Options:
-    """TRL's settings: those asked for, or in mode "shipped" the fastest of the candidates in a short trial."""
-    if options.peer_options != "auto":
-        return Options.parse(options.peer_options)
+def choose(bench: Bench, options: argparse.Namespace) -> tuple[str, int]:
+    """Return TRL's settings: in mode "shipped" the fastest of the candidates in a short trial."""
     if options.mode == "same":
         return FAIR
-    possible = [candidate for candidate in CANDIDATES if candidate.micro_batch <= options.prompts * SAMPLES]
-    times = {candidate: trial(bench, candidate) for candidate in possible}
-    print(
-        "TRL's settings, s/step: " + ", ".join(f"{candidate} {times[candidate]:.2f}" for candidate in times)
-    )
-    return min(times, key=times.get)
-
-
-def trial(bench: Bench, candidate: Options) -> float:
-    with bench.trl(candidate) as peer:
-        return min(peer.ask()["seconds"]["step"] for _ in range(3))
+    times = {}
+    for dtype, size in CANDIDATES:
+        if size <= options.prompts * SAMPLES:
+            with bench.trl(dtype, size) as peer:
+                times[dtype, size] = min(peer.ask()["seconds"]["step"] for _ in range(3))
+            print(f"TRL with {dtype}/{size}: {times[dtype, size]:.2f} s a step")
+    return min(times, key=times.__getitem__)
 
 
 def step(peer: Peer, tokens: int) -> dict[str, Any]:
@@ -249,46 +187,35 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="in a step, with 8 samples each")
     parser.add_argument("--mode", choices=["same", "shipped"], default="same")
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument(
-        "--warm-up", type=int, default=2, help="steps of each side before the first that counts"
-    )
-    parser.add_argument("--quick", action="store_true", help="1 step to warm up, 2 pairs")
+    parser.add_argument("--quick", action="store_true", help="1 step to warm up instead of 2, and 2 pairs")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--peer-python", required=True, help="the Python of an environment with torch, trl and datasets"
     )
-    parser.add_argument(
-        "--peer-options", default="auto", help="TRL's dtype/micro-batch, such as bfloat16/128; auto tries"
-    )
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="our configuration keys")
-    options = parser.parse_args()
-    if options.quick:
-        options.warm_up, options.pairs = 1, 2
-    return options
+    return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    overrides = flatten(layer_of(options.set, Config))
+    warm_up, pairs = (1, 2) if options.quick else (2, options.pairs)
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = Bench(directory, options)
-        chosen = choose(bench, options)
-        sides = [stack.enter_context(bench.ours(overrides)), stack.enter_context(bench.trl(chosen))]
+        bench = Bench(Path(stack.enter_context(tempfile.TemporaryDirectory())), options)
+        dtype, micro_batch = choose(bench, options)
+        sides = [stack.enter_context(bench.ours()), stack.enter_context(bench.trl(dtype, micro_batch))]
+        what = f"{options.prompts} prompts x {SAMPLES} samples x {NEW_TOKENS} new tokens"
         print(
-            f"{options.model or options.size}: {options.prompts} prompts x {SAMPLES} samples x {NEW_TOKENS} new tokens"
+            f"{options.model or options.size}: {what}, {pairs} pairs; {processor()}, kernels: {KERNELS[options.mode]}"
         )
-        print(f"{describe_machine()}; {options.pairs} pairs, kernels: {KERNELS[options.mode]}")
-        print(f"TRL's dtype/micro-batch: {chosen}; our configuration: {overrides or 'defaults'}")
         for peer in sides:
             print(
                 f"{peer.name}: " + ", ".join(f"{name} {version}" for name, version in peer.versions.items())
             )
+        print(f"TRL's dtype/micro-batch: {dtype}/{micro_batch}")
         tokens = options.prompts * SAMPLES * NEW_TOKENS
         steps = {peer.name: partial(step, peer, tokens) for peer in sides}
-        show(in_turns(steps, options.pairs, options.warm_up))
+        show(in_turns(steps, pairs, warm_up))
 
 
 if __name__ == "__main__":

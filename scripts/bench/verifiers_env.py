@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import verifiers.v1 as vf
-from episodes_task import SYSTEM, increment, question, scored
+from episodes_server import SYSTEM, increment, question, scored
 from verifiers.v1.runtimes import ProgramResult
 
 __all__ = ["InProcessHarness", "IncrementTaskset"]

@@ -26,11 +26,7 @@ def environment(job: dict[str, Any]) -> vf.Env:
     """The tasks in its single-agent environment; its lightest runtime only makes a directory for each rollout."""
     agent = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}
     taskset = {"id": "verifiers_env", "prompts": job["prompts"]}
-    return load_environment(
-        resolve_env_config(
-            {"taskset": taskset, "agent": agent, "interception": {"type": job["interception"]}}
-        )
-    )
+    return load_environment(resolve_env_config({"taskset": taskset, "agent": agent}))
 
 
 async def play(env: vf.Env, context: ModelContext, group_size: int) -> dict[str, float]:

@@ -598,8 +598,3 @@ def errors(name: str, found: Found) -> dict[str, float]:
 def error(name: str, method: str, layout: str) -> float:
     """Return the largest difference of a method to a stored quantity, over all its parts."""
     return max(errors(name, CHECKS[name].found(name, method, layout)).values())
-
-
-def of_method(method: str) -> list[str]:
-    """Return the entries that a method is checked with."""
-    return [name for name, check in CHECKS.items() if method in check.methods]

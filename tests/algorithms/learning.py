@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +56,6 @@ class Curve:
     """The mean reward of each step."""
 
     rewards: tuple[float, ...]
-    seconds: float = 0.0
 
     @property
     def before(self) -> float:
@@ -80,14 +78,12 @@ class Recipe:
         overrides: of the run's configuration.
         invariance: sets of the algorithm's options, each tested by itself, besides the defaults.
         learn: of a method that does not sample for itself; gets the name, the options, a directory and whether it may learn.
-        measure: what a curve shows.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     invariance: tuple[Mapping[str, Any], ...] = ()
     learn: Callable[[str, Mapping[str, Any], Path, bool], Curve] | None = None
-    measure: str = "reward"
 
 
 def prompts(count: int = 4) -> list[dict[str, Any]]:
@@ -161,24 +157,16 @@ def played(model: str, directory: Path) -> float:
     return sum(rewards_of(directory)) / 2
 
 
-def learn(
-    method: str, recipe: Recipe, directory: Path, *, learns: bool = True, steps: int | None = None
-) -> Curve:
-    """Return the curve of a method; without `learns`, that of the same run with learning rates of 0.
-
-    `steps` is how many a method that samples takes, if not those of its recipe.
-    """
+def learn(method: str, recipe: Recipe, directory: Path, *, learns: bool = True) -> Curve:
+    """Return the curve of a method; without `learns`, that of the same run with learning rates of 0."""
     if recipe.learn is not None:
         return recipe.learn(method, recipe.options, directory, learns)
     options = dict(recipe.options)
     if not learns and "critic_lr" in options:
         options["critic_lr"] = 0.0
     still = {} if learns else {"training.lr": 0.0}
-    length = {} if steps is None else {"max_steps": steps}
-    trainer = episodes(method, options, directory, **{**recipe.overrides, **still, **length})
-    begin = time.perf_counter()
-    trainer.train()
-    return Curve(rewards_of(directory), time.perf_counter() - begin)
+    episodes(method, options, directory, **{**recipe.overrides, **still}).train()
+    return Curve(rewards_of(directory))
 
 
 GOOD = ("aeiou", "eau oui", "aie oue", "oui eau")
@@ -211,19 +199,15 @@ def reader(method: str, options: Mapping[str, Any], directory: Path, lr: float) 
 
 def read(method: str, options: Mapping[str, Any], directory: Path, learns: bool) -> Curve:
     """Train a method on a dataset and play its model before and after."""
-    begin = time.perf_counter()
     trainer = reader(method, options, directory / "run", 3e-3 if learns else 0.0).train()
-    seconds = time.perf_counter() - begin
     trainer.save_pretrained(directory / "model")
     return Curve(
-        (played(start(), directory / "before"), played(str(directory / "model"), directory / "after")),
-        seconds,
+        (played(start(), directory / "before"), played(str(directory / "model"), directory / "after"))
     )
 
 
 def ranked(method: str, options: Mapping[str, Any], directory: Path, learns: bool) -> Curve:
     """Return the share of pairs that a reward model ranks right, minus the 0.5 of guessing."""
-    begin = time.perf_counter()
     reader(method, options, directory, 1e-3 if learns else 0.0).train()
     shares = [row["rm/accuracy"] for row in _metrics(directory)]
-    return Curve(tuple(max(0.0, share - 0.5) for share in shares), time.perf_counter() - begin)
+    return Curve(tuple(max(0.0, share - 0.5) for share in shares))

@@ -53,5 +53,5 @@ RECIPES: dict[str, Recipe] = {
     ),
     "online_dpo": Recipe(options={"beta": 0.5}, invariance=({"nll_coef": 0.5},)),
     "kto": Recipe(learn=read, options={"beta": 0.5}, invariance=({"desirable_weight": 1.3},)),
-    "reward_model": Recipe(learn=ranked, measure="pairs ranked right, above one half"),
+    "reward_model": Recipe(learn=ranked),
 }

