@@ -31,6 +31,7 @@ from mutants import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("rl4llm", "tests", "configs", "scripts", "pytest.ini")
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+TIMEOUT_S = 300.0  # of a mutant
 OUTCOMES = {0: "SURVIVED", 1: "killed", None: "killed by the time limit"}  # by exit status of pytest
 
 
@@ -47,15 +48,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=MUTANTS, help="run these mutants alone")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="per mutant (default: 300)"
-    )
     given = parser.parse_args()
     chosen = [MUTANTS[name] for name in given.only or MUTANTS]
     if wrong := [problem for mutant in chosen for problem in problems(ROOT, mutant)]:
         print("\n".join([*wrong, "Next: correct scripts/mutants.py. Nothing was run."]), file=sys.stderr)
         return 1
-    return judge(ROOT, chosen, jobs=given.jobs, timeout_s=given.timeout)
+    return judge(ROOT, chosen, jobs=given.jobs, timeout_s=TIMEOUT_S)
 
 
 def problems(root: Path, mutant: Mutant) -> Iterator[str]:
