@@ -163,7 +163,6 @@ def main() -> int:
     options.add_argument("--tiny", action="store_true", help="small models; the only choice without a GPU")
     options.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: a new directory)")
     options.add_argument("--seconds", type=float, default=600, help="limit of all checks (default: 600)")
-    options.add_argument("--at-once", type=int, help="checks at a time (default: 5, with --tiny 1)")
     options.add_argument("--here", action="store_true", help="run in this process, without limits")
     given = options.parse_args()
     names = list(CHECKS) if "all" in given.checks else given.checks
@@ -178,8 +177,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     if given.here:
         return 0 if here(names, out, tiny=given.tiny) else FAILED
-    at_once = given.at_once or (1 if given.tiny else 5)
-    driver = Driver(names, out, tiny=given.tiny, seconds=given.seconds, at_once=at_once)
+    driver = Driver(names, out, tiny=given.tiny, seconds=given.seconds, at_once=1 if given.tiny else 5)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: driver.stop())
     return 0 if driver.run() else FAILED

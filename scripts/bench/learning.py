@@ -27,7 +27,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from models import on_gpu
+import torch
 from peer import parser_of
 
 RECOMPUTED = {"algorithm.old_logprobs": "recomputed"}
@@ -77,7 +77,7 @@ def served(model: str) -> Any:
     """Return the server of this process, which ends with it."""
     from rl4llm.extensions.servers.launch import launch
 
-    cpu = not on_gpu()
+    cpu = not torch.cuda.is_available()
     flags = ["threads=1", "model.autocast=none"] if cpu else []
     return launch("embedded", [model, "--port", "0", *flags], cpu=cpu).__enter__()
 
@@ -91,7 +91,7 @@ def run(model: str, data: str, steps: int, sweep: str, case: str, seed: int) -> 
     keys = dict(CASES[sweep][case])
     if "rollout.max_staleness" in keys:
         keys |= {"inference.name": "embedded", "inference.url": served(model).url}
-    if on_gpu():
+    if torch.cuda.is_available():
         keys = {"model.autocast": "none" if "model.dtype" in keys else "auto"} | keys
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
@@ -168,10 +168,8 @@ def draw(file: Path, picture: Path) -> None:
 
     found = list(by_case(file))
     names = list(dict.fromkeys(name for name, *_ in found if name != "base"))
-    lines, layout = (
-        -(-len(names) // 3),
-        {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"},
-    )
+    layout: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
+    lines = -(-len(names) // 3)
     figure, axes = pyplot.subplots(lines, 3, figsize=(12, 2.6 * lines), **layout)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()

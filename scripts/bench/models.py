@@ -28,10 +28,6 @@ SHAPES = {
 }  # fmt: skip
 
 
-def on_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
 def build_model(size: str) -> Any:
     """Return a Qwen3-class causal LM of about as many parameters as its name says, in evaluation mode."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

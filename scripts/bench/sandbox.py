@@ -35,10 +35,9 @@ def main() -> None:
     """Measure and print."""
     parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--slots", type=int, default=2)
     arguments = parser.parse_args()
     for level in ("bubblewrap", "prefork"):
-        sandbox = Sandbox(level, slots=arguments.slots)
+        sandbox = Sandbox(level, slots=2)
         print(sandbox.probe())
         for name, program in (("three calls", CALLS), ("three asserts", ASSERTS)):
             times = _one_by_one(sandbox, program, arguments.runs)

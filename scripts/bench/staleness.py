@@ -26,8 +26,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from models import PROMPTS, SHAPES, on_gpu
+from models import PROMPTS, SHAPES
 from peer import parser_of, ratios, spread
 from step import NEW_TOKENS, SAMPLES, save_model
 
@@ -83,7 +84,7 @@ def train(
         "max_staleness": bound,
     }
     keys = {"training.epochs": options.epochs, "env.max_steps": 2 if options.tool_s else 1, "threads": 1}
-    keys |= {"model.autocast": "auto" if on_gpu() else "none", "output.dir": str(output)}
+    keys |= {"model.autocast": "auto" if torch.cuda.is_available() else "none", "output.dir": str(output)}
     keys |= {"eval.every": 0, "checkpoint.every": 0, "max_steps": warm_up(options) + options.steps + bound}
     rows = [{"prompt": prompt, "ground_truth": ""} for prompt in prompts]
     GRPOTrainer(str(model), rows, [costless], env=Task, rollout=shape, inference=inference, **keys).train()
@@ -99,7 +100,7 @@ def means_of(output: Path, options: argparse.Namespace) -> dict[str, float]:
 
 def start(model: Path, options: argparse.Namespace) -> ServerProcess:
     """Return the server, not started yet."""
-    if options.python is None and on_gpu():
+    if options.python is None and torch.cuda.is_available():
         return launch("embedded", [str(model), "--port", "0", "model.autocast=auto"])
     if options.python is None:
         return launch("embedded", [str(model), "--port", "0", "threads=1", "model.autocast=none"], cpu=True)
@@ -139,7 +140,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("Server and trainer need a core each, and there is one.")
-    half = len(cores) // 2 if on_gpu() else 1
+    half = len(cores) // 2 if torch.cuda.is_available() else 1
     taken: dict[int, list[float]] = {bound: [] for bound in options.staleness}
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
