@@ -60,8 +60,7 @@ ALGORITHMS = _of(
      f"{ARRANGED}[ppo-]"),
     ("gae_discount", "returns.py", "gamma * next_SL", "next_SL", GOLDEN),
     ("reward_at_the_end_of_turn", "returns.py", "batch.credits_BT * turn_ends(batch)", "batch.credits_BT * 1", ORACLES),
-    ("pair_sign", "sequences.py", "side(1) - side(-1)", "side(-1) - side(1)",
-     "test_preference.py::test_dpo_and_its_gradient_equal_the_reference"),
+    ("pair_sign", "sequences.py", "side(1) - side(-1)", "side(-1) - side(1)", GOLDEN),
 )  # fmt: skip
 
 DATA = _of(

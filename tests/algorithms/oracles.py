@@ -356,15 +356,21 @@ def _equal(group: Group) -> list[Trajectory]:
 
 
 def kto() -> float:
-    """Ethayarajh et al. 2024, equation 8, with a divergence that is given."""
+    """Ethayarajh et al. 2024, equation 8, with a divergence that is given, and its derivative by each log-prob."""
     algorithm = KTO(beta=0.2, desirable_weight=1.33, undesirable_weight=0.7)
-    batch, wanted = batch_of([torch.where(group.rewards_G > 0, 1.0, -1.0) for group in GROUPS]), {}
+    batch = batch_of([torch.where(group.rewards_G > 0, 1.0, -1.0) for group in GROUPS])
     batch.divergence = torch.tensor(0.4, dtype=torch.float64)
+    wanted, slopes, new = {}, {}, NEW.clone().requires_grad_()
     for one in MEMBERS:
         drift = sum((NEW[token] - REF[token]).item() for token in ids(one))
         weight, sign = (1.33, 1) if one.reward > 0 else (0.7, -1)
-        wanted |= dict.fromkeys(ids(one), weight * (1 - 1 / (1 + math.exp(-sign * 0.2 * (drift - 0.4)))))
-    return distance(losses(algorithm, batch), batch, wanted)
+        value = 1 / (1 + math.exp(-sign * 0.2 * (drift - 0.4)))
+        wanted |= dict.fromkeys(ids(one), weight * (1 - value))
+        slopes |= dict.fromkeys(ids(one), -len(ids(one)) * weight * value * (1 - value) * sign * 0.2)
+    losses_BT = algorithm.token_losses(batch, look_up(new, batch), None)[0]
+    (gradient,) = torch.autograd.grad(losses_BT[batch.mask_BT].sum(), new)
+    apart = max(abs(gradient[token].item() - slope) for token, slope in slopes.items())
+    return max(apart, distance(losses_BT.detach(), batch, wanted))
 
 
 def online_pairs() -> float:
