@@ -5,16 +5,9 @@ import os
 import signal
 from pathlib import Path
 
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+import vowels
 
-
-class TwoTurns(BaseMDPEnv):
-    """Ask for more once."""
-
-    continue_truncated = True
-
-    def respond(self, sample):
-        return [ChatMessage("user", "Go on.")]
+from rl4llm.core.base_env import BaseRewardFunction
 
 
 class Late(BaseRewardFunction):
@@ -36,17 +29,10 @@ class Late(BaseRewardFunction):
         return super().score_batch(samples)
 
 
-class Vowels(BaseRewardFunction):
-    """Return the share of vowels in the last message."""
+class Vowels(vowels.Vowels):
+    """The share of vowels, where all of them are a success."""
 
     success_at = 1.0
-
-    def __init__(self, name="vowels"):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs) -> float:
-        said = messages[-1].content.lower()
-        return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
 
 
 def rows(directory, name, size):
@@ -67,7 +53,7 @@ def parts(directory, killer=None):
         },
         "talk": {
             "data": rows(directory, "talk", 3),
-            "env": {"name": "mixture_parts:TwoTurns", "max_steps": 2},
+            "env": {"name": "ended_runs:TwoTurns", "max_steps": 2},
             "rewards": [{"name": "mixture_parts:Late", "killer": killer}],
             "rollout": {"max_tokens": 4},
         },

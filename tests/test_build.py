@@ -525,7 +525,7 @@ def test_an_environment_that_rewards_no_turns_needs_a_reward(model_dir, tmp_path
 
 
 @pytest.mark.parametrize(
-    "reward", ["math", {"name": "math"}, lambda completions: [0.0] * len(completions), Vowels()]
+    "reward", ["format", {"name": "format"}, lambda completions: [0.0] * len(completions), Vowels()]
 )
 def test_single_reward_needs_no_list(model_dir, tmp_path, reward):
     keys = {"output": {"dir": str(tmp_path / "run")}, "rollout": SMALL, "eval": {"every": 0}}

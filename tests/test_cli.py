@@ -272,33 +272,6 @@ def test_the_examples_in_every_help_text_can_be_parsed():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["train", "configs/quickstrat.yaml"], 2, "Did you mean"),
-        (["train", "configs/quickstart.yaml", "rollout.grop_size=4"], 2, "Did you mean 'rollout.group_size'"),
-        (["train", "configs/quickstart.yaml", "algorithm.name=gpro"], 2, "Did you mean 'grpo'"),
-        (["train", "configs/quickstart.yaml", "env.name=tol"], 2, "Did you mean 'tool'"),
-        (["train", "configs/quickstart.yaml", "model.path=/nowhere"], 1, "/nowhere"),
-        (["train", "configs/gsm8k_grpo.yaml", "model.path={model}", "data.path=/nowhere"], 1, "/nowhere"),
-        (
-            ["train", "configs/quickstart.yaml", "model.path={model}", "rewards=[mth]"],
-            2,
-            "Did you mean 'math'",
-        ),
-        (["explode"], 2, "invalid choice"),
-    ],
-)
-def test_a_mistake_gets_one_clear_message_and_no_traceback(model_dir, tmp_path, arguments, code, message):
-    filled = [argument.format(model=model_dir) for argument in arguments]
-    if filled[0] == "train":
-        filled.append(f"output.dir={tmp_path / 'run'}")
-    output = " ".join(rl4llm(*filled, code=code).split())
-    assert message in output
-    assert "Traceback" not in output
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
     ("package", "said"),
     [
         ("rich", "imports 'rich', which is not installed. Next:"),

@@ -1,5 +1,6 @@
 """What a newcomer types wrong, and what the answer must contain: what is accepted, or the next step."""
 
+import importlib
 import json
 import logging
 import os
@@ -84,6 +85,9 @@ rollout.temperature=-1                             | rollout.temperature=-1.0 is
 rollout.max_tokens=0                               | rollout.max_tokens=0 is not accepted: a whole number, 1 or above
 rollout.top_p=2                                    | rollout.top_p=2.0 is not accepted: a finite number, above 0, at most 1
 training.updates_per_rollout=3                     | Use at most one per prompt (2)
+training.max_tokens_per_batch=8                    | max_tokens_per_batch=8
+training.constant_length=0                         | constant_length=0 is not accepted
+rollout.max_failed_share=-3                        | max_failed_share=-3
 algorithm=grpo                                     | algorithm='grpo' is not accepted. Accepted: a mapping of keys
 algorithm.name=gpro                                | Did you mean 'grpo'
 algorithm.name=null                                | algorithm.name is not set; `rl4llm info` lists the accepted names
@@ -337,11 +341,16 @@ def test_debug_shows_the_line_of_ones_own_reward(caplog):
     assert "return [columns['A'] for _ in completions]" in caplog.text
 
 
+def mine(name):
+    return getattr(importlib.import_module("mine"), name)
+
+
 IN_PYTHON = {
     "a table of pandas": (lambda model: {"dataset": __import__("pandas").DataFrame(PROMPTS)}, "to_dict"),
     "a single row": (lambda model: {"dataset": PROMPTS[0]}, "split"),
     "texts": (lambda model: {"dataset": ["1+1?"]}, "a row must be a mapping"),
     "no rows": (lambda model: {"dataset": []}, "the dataset is empty"),
+    "two rewards": (lambda model: {"reward_functions": [mine("one"), mine("equal")]}, "reward_transform_fn"),
     "a reward that is a number": (lambda model: {"reward_functions": [1.0]}, "is not a reward"),
     "a reward class of another base": (
         lambda model: {"reward_functions": [type("NoInit", (), {"__call__": lambda self: 0})]},

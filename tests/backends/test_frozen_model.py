@@ -5,7 +5,6 @@ import importlib.util
 import pytest
 import torch
 from packed import pack
-from rank_processes import RankProcesses
 from sweeps import sampled
 
 from rl4llm.backends.lora import FrozenModel, add_adapter
@@ -23,12 +22,6 @@ KINDS = [
     "fsdp2",
     *(pytest.param(f"zero{n}", marks=[pytest.mark.deepspeed, without_deepspeed]) for n in (2, 3)),
 ]
-
-
-@pytest.fixture(scope="module")
-def on_ranks():
-    with RankProcesses(size=2, DS_ACCELERATOR="cpu") as processes:
-        yield processes
 
 
 def batches_of(trajectories):

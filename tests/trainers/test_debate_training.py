@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from ended_runs import metrics
 
 from rl4llm import GRPOTrainer, RolesEnv
 from rl4llm.cli import main
@@ -19,10 +20,6 @@ SMALL = [
 ]  # fmt: skip
 QUIET = {"deterministic": True, "tracking.tensorboard": False, "checkpoint.every": 0}
 PROMPTS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)} for i in range(4)]
-
-
-def metrics(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def episodes(directory, name):

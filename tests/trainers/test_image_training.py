@@ -10,6 +10,7 @@ import PIL.Image
 import pytest
 import torch
 import yaml
+from ended_runs import metrics
 from forked_python import started
 from killed_run import die_after
 from rank_processes import RankProcesses
@@ -99,9 +100,7 @@ def directory(vision_directories):  # noqa: F811
 def test_the_image_alone_tells_what_to_learn(directory, tmp_path):
     with trainer(directory, tmp_path, "max_steps=60") as run:
         run.train()
-    means = [
-        row["reward/mean"] for row in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    ]
+    means = [row["reward/mean"] for row in metrics(tmp_path)]
     assert sum(means[:5]) / 5 < 0.7  # any answer is right for one of the two colours
     assert sum(means[-5:]) / 5 > 0.85
     with trainer(
@@ -112,7 +111,7 @@ def test_the_image_alone_tells_what_to_learn(directory, tmp_path):
         dataset=rows(shown="other"),
     ) as run:
         run.train()
-    (row,) = map(json.loads, (tmp_path / "other" / "metrics.jsonl").read_text().splitlines())
+    (row,) = metrics(tmp_path / "other")
     assert row["reward/mean"] < 0.3  # the same texts with the neighbour's image: it believes what it sees
 
 
@@ -139,7 +138,7 @@ def test_a_killed_run_with_images_over_turns_ends_the_same(directory, tmp_path, 
             run.train()
         found.append(weights(run))
     assert torch.equal(*found)
-    rows = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path / "whole")
     assert all(row["mismatch/max"] < 1e-4 for row in rows)  # the engine sees what the trainer sees
     episode = json.loads((tmp_path / "whole/episodes/step-000001.jsonl").read_text().splitlines()[0])
     seen = [image for span in episode["spans"] for image in span.get("images", ())]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from embedded_server import embedded_server
-from rank_processes import RankProcesses
 from sweeps import sampled
 
 import rl4llm as rl
@@ -136,6 +135,5 @@ def test_the_same_loop_with_a_critic_is_ppo(model_dir, tmp_path):
     assert same(ended, trained(rl.PPOTrainer, model_dir, tmp_path / "run", Ranks()))
 
 
-def test_the_same_loop_on_two_ranks_is_a_run_of_two(model_dir, tmp_path):
-    with RankProcesses(2) as on_ranks:
-        assert on_ranks(on_each_rank, model_dir, tmp_path / "run") == [True, True]
+def test_the_same_loop_on_two_ranks_is_a_run_of_two(on_ranks, model_dir, tmp_path):
+    assert on_ranks(on_each_rank, model_dir, tmp_path / "run") == [True, True]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from ended_runs import metrics, weights
 from forked_python import python
 from mixture_parts import parts, rows
 
@@ -29,14 +30,6 @@ def train(model_dir, directory, out, **options):
     return GRPOTrainer(
         str(model_dir), parts=own, output={"dir": str(directory / out)}, **{**SMALL, **options}
     ).train()
-
-
-def weights(run):
-    return {name: tensor.clone() for name, tensor in run.trainer.backend.weights()}
-
-
-def metrics(directory, name="metrics.jsonl"):
-    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
 def played(directory):

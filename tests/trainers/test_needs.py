@@ -5,24 +5,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from ended_runs import TwoTurns, assert_same_weights, metrics
 from vowels import Vowels
 
 from rl4llm.algorithms import GRPO
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.classifier import load_value_head
 from rl4llm.backends.models import load_model
-from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.types import SamplingParams
-
-
-class TwoTurns(BaseMDPEnv):
-    """Ask for more once."""
-
-    continue_truncated = True
-
-    def respond(self, sample):
-        return [ChatMessage("user", "Go on.")]
 
 
 class PaidTurns(TwoTurns):
@@ -65,21 +56,11 @@ def weights(backend):
     return {name: tensor.clone() for name, tensor in backend._tensors().items()}
 
 
-def metrics(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
 def episodes(directory, step):
     return [
         json.loads(line)
         for line in (directory / "episodes" / f"step-{step:06d}.jsonl").read_text().splitlines()
     ]
-
-
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
 
 
 def differ(left, right):
@@ -100,7 +81,7 @@ def test_critic_lr_trains_the_critic_and_is_logged(critic_lr, used, model_dir, t
         for name, model in models.items()
     }
     run.train()
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (row,) = metrics(tmp_path)
     for name, lr in (("critic/", used), ("", 3e-3)):
         assert row[f"{name}lr"] == lr
         moved = [
@@ -115,7 +96,7 @@ def test_in_the_warm_up_only_the_critic_learns(model_dir, tmp_path):
     policy, critic = weights(run.backend), weights(run.critic)
     with run:
         run.train()
-    assert_same(policy, weights(run.backend))
+    assert_same_weights(policy, weights(run.backend))
     assert differ(critic, weights(run.critic))
     assert all("critic/value_loss" in row and "policy_loss" not in row for row in metrics(tmp_path))
 
@@ -128,7 +109,7 @@ def test_a_resumed_run_restores_critic_reference_and_coefficient(model_dir, tmp_
     trainer(model_dir, tmp_path / "parts", algorithm, max_steps=4).train()
     parts = trainer(model_dir, tmp_path / "parts", algorithm, max_steps=6).train().trainer
     for name in whole.models():
-        assert_same(weights(whole.models()[name]), weights(parts.models()[name]))
+        assert_same_weights(weights(whole.models()[name]), weights(parts.models()[name]))
     assert whole.algorithm.state() == parts.algorithm.state()
 
 
@@ -140,7 +121,7 @@ def test_the_critic_of_a_finished_run_is_one_to_start_from(model_dir, tmp_path):
     head = load_value_head(critic, load_model(critic, values=True))
     assert torch.equal(head.linear.weight, done.critic.value_head.linear.weight.cpu())
     following = trainer(model_dir, tmp_path / "next", PPO | {"critic_path": str(critic)}).trainer
-    assert_same(weights(done.critic), weights(following.critic))
+    assert_same_weights(weights(done.critic), weights(following.critic))
     following.close()
 
 

@@ -1,12 +1,11 @@
 """Losses that are not finite: skipped and counted, then the run stops and keeps the step for replay."""
 
-import json
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from rank_processes import RankProcesses
+from ended_runs import metrics
 
 from rl4llm.api import GRPOTrainer
 from rl4llm.cli import main
@@ -97,7 +96,7 @@ def test_two_steps_that_are_not_finite_stop_the_run(model_dir, tmp_path, bad):
         trainer.train()
     for name, tensor in trainer.trainer.backend.weights():
         assert torch.equal(tensor, before[name]), name
-    (first,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (first,) = metrics(tmp_path / "run")
     assert first["skipped"] == 1
 
 
@@ -120,16 +119,17 @@ def test_replay_shows_where_a_failed_step_is_not_finite(model_dir, tmp_path, bad
     pytest.param({"name": "deepspeed", "zero_stage": 2}, marks=[pytest.mark.deepspeed, pytest.mark.sweep]),
     pytest.param({"name": "deepspeed", "zero_stage": 3}, marks=pytest.mark.deepspeed),
 ], ids=lambda backend: "-".join(map(str, backend.values())))  # fmt: skip
-def test_all_ranks_skip_a_loss_that_is_not_finite_on_one(model_dir, tmp_path, monkeypatch, capsys, backend):
+def test_all_ranks_skip_a_loss_that_is_not_finite_on_one(
+    on_ranks, model_dir, tmp_path, monkeypatch, capsys, backend
+):
     (tmp_path / "bad_on_one_rank.py").write_text("import os\n" + ON_ONE_RANK)
     directory, options = tmp_path / "run", {"algorithm": {"name": "bad_on_one_rank:Bad"}, "backend": backend}
-    with RankProcesses(size=2, DS_ACCELERATOR="cpu") as on_ranks:
-        told = on_ranks(stopped, tmp_path, model_dir, directory, options)
+    told = on_ranks(stopped, tmp_path, model_dir, directory, options)
     for (text, moved), name in zip(told, ("step-000002", "step-000002-rank1"), strict=True):
         assert "2 optimizer steps in a row" in text and f"{name}` shows" in text
         assert moved == []
         assert load_update(directory / "failed" / name).model.is_dir()
-    (first,) = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    (first,) = metrics(directory)
     assert first["skipped"] == 1
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["check", str(directory / "failed" / "step-000002-rank1")]) == 0
@@ -166,7 +166,7 @@ def test_one_bad_step_among_good_ones_does_not_stop_a_run(model_dir, tmp_path, m
 
     monkeypatch.setattr(trainer.trainer.backend._optimizer, "step", poisoned)
     trainer.train()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path / "run")
     assert [row.get("skipped") for row in rows] == [1, None, 1, None, 1]
 
 

@@ -1,19 +1,17 @@
 """Training on pairs, labels and worlds: it learns what it is shown, however batches are cut, and one run follows another."""
 
-import json
 import math
 import random
 
 import pytest
 import torch
+from ended_runs import metrics
 from sweeps import sampled
 
 from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
-from rl4llm.compose import build_trainer
-from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseRewardFunction, SampleState
 from rl4llm.core.errors import ConfigError, DataError, ModelError
 from rl4llm.core.types import ChatMessage
@@ -88,10 +86,6 @@ class OnlineDPOTrainer(PolicyTrainer):
 def make(kind, model, dataset, directory, **overrides):
     options = {**QUIET, "max_steps": 1, "training": {"lr": 1e-3}, **overrides}
     return kind(str(model), dataset, output={"dir": str(directory)}, **options)
-
-
-def metrics(directory, name="metrics.jsonl"):
-    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
 def column(directory, key, name="metrics.jsonl"):
@@ -510,25 +504,3 @@ def test_unusable_pairs_are_refused_before_anything_is_written(model_dir, tmp_pa
         with pytest.raises(error, match=reason):
             make(kind, model_dir, dataset, tmp_path / str(number), **overrides)
         assert not (tmp_path / str(number)).exists(), reason
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
-def test_the_configurations_of_these_methods_train(name, model_dir, tmp_path):
-    from pathlib import Path
-
-    dataset = conversations(40) if name == "sft" else pairs(40, 0)
-    for split, rows in (("train", dataset[:32]), ("test", dataset[32:])):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides = {
-        "model.path": str(model_dir), "data.path": str(tmp_path), "output.dir": str(tmp_path / "run"), "max_steps": 2,
-        "model.autocast": "none", "rollout.prompts": 4, "eval.every": 1,
-    }  # fmt: skip
-    with build_trainer(
-        load_config(Path(__file__).parents[2] / "configs" / f"{name}.yaml", overrides)
-    ) as trainer:
-        trainer.train()
-    assert len(metrics(tmp_path / "run", "eval.jsonl")) == 3
-    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    assert config["architectures"] == [
-        f"LlamaFor{'SequenceClassification' if name == 'reward_model' else 'CausalLM'}"
-    ]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from aiohttp import web
+from ended_runs import assert_same_weights
 from fault_server import FaultServer, serving
 from rank_processes import RankProcesses
 from sweeps import sampled
@@ -54,12 +55,6 @@ def trained(ranks, model_dir, directory, backend, options=()):
     run = trainer(model_dir, directory, backend, **dict(options)).train().trainer
     weights = {name: tensor.clone() for name, tensor in run.backend.weights()}
     return weights if ranks.is_first else None
-
-
-def assert_same_weights(left, right):
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
 
 
 def steps_logged(directory):

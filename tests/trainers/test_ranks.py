@@ -7,11 +7,11 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from ended_runs import TwoTurns, metrics
 from fault_server import FaultServer, serving
 from forked_python import python
 from sweeps import sampled
@@ -19,7 +19,7 @@ from sweeps import sampled
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.envs import stored
 from rl4llm.runs.checkpoint import latest_checkpoint
@@ -27,15 +27,6 @@ from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.watchdog import Watchdog
 from rl4llm.tracking.run import RunTracker
-
-
-class TwoTurns(BaseMDPEnv):
-    """Ask for more once."""
-
-    continue_truncated = True
-
-    def respond(self, sample):
-        return [ChatMessage("user", "Go on.")]
 
 
 class Letters(BaseRewardFunction):
@@ -88,10 +79,6 @@ def trained(ranks, model_dir, directory, algorithm, backend, max_steps=2, option
     )
     weights = {name: tensor.clone() for name, tensor in run.backend.weights()}
     return weights if ranks.is_first else None
-
-
-def metrics(directory):
-    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_close(left, right, atol):

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from ended_runs import metrics, weights
 from fault_server import FaultServer, small_model
 from vowels import Vowels
 
@@ -205,18 +206,10 @@ def trainer(served, tmp_path):
     return make
 
 
-def steps_of(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights_of(done):
-    return {name: tensor.clone() for name, tensor in done.trainer.backend.weights()}
-
-
 def test_the_next_episodes_play_while_a_step_trains(trainer, tmp_path):
     trainer("run", Asks, algorithm={"name": f"{__name__}:Meets"}, **{"env.max_steps": 2}, max_steps=3).train()
     assert trained.is_set()
-    assert [row["staleness"] for row in steps_of(tmp_path / "run")] == [0, 1, 1]
+    assert [row["staleness"] for row in metrics(tmp_path / "run")] == [0, 1, 1]
     # what a thread started may die with it
     assert len(played_by) == 1 and threading.get_ident() not in played_by
 
@@ -239,7 +232,7 @@ def test_without_it_they_wait(trainer, tmp_path, monkeypatch):
 
 def test_a_repeatable_run_plays_nothing_across_a_checkpoint(trainer, tmp_path):
     trainer("run").train()
-    rows = steps_of(tmp_path / "run")
+    rows = metrics(tmp_path / "run")
     assert [row["staleness"] for row in rows] == [0, 1, 1, 0, 1, 1]
     measured = ["mismatch/max" in row for row in rows]
     assert measured == [True, False, False, True, False, False]  # where a token has the newest weights
@@ -249,13 +242,13 @@ def test_a_repeatable_run_plays_nothing_across_a_checkpoint(trainer, tmp_path):
 
 
 def test_an_interrupted_run_resumes_and_skips_no_prompt(trainer, tmp_path):
-    whole = weights_of(trainer("whole").train())
+    whole = weights(trainer("whole").train())
     Breaks.steps = 0
     with pytest.raises(Interrupted):
         trainer("broken", algorithm={"name": f"{__name__}:Breaks"}).train()
     Breaks.steps = 100
-    again = weights_of(trainer("broken", algorithm={"name": f"{__name__}:Breaks"}).train())
-    assert len(steps_of(tmp_path / "broken")) == 6
+    again = weights(trainer("broken", algorithm={"name": f"{__name__}:Breaks"}).train())
+    assert len(metrics(tmp_path / "broken")) == 6
     assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
 
 
@@ -280,14 +273,14 @@ def stop_after_one(trainer, name, **options):
 
 
 def test_a_resumed_run_trains_what_was_played_before(trainer, served):
-    whole = weights_of(trainer("whole").train())
+    whole = weights(trainer("whole").train())
     stop_after_one(trainer, "stopped")
     before = len(served[1].rids)
     again = trainer("stopped").train()
     assert again.trainer.stream.kept == 2
     played = [rid for rid in served[1].rids[before:] if rid.startswith("1/")]
     assert not played and any(rid.startswith("2/") for rid in served[1].rids[before:])
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights_of(again).items())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(again).items())
 
 
 def test_episodes_that_still_played_are_played_again(trainer, served):
@@ -314,7 +307,7 @@ def test_what_would_be_too_old_after_a_resume_is_played_again(trainer):
 def test_what_fails_ahead_stops_the_step_that_would_train_on_it(trainer, tmp_path):
     with pytest.raises(TooManyFailuresError, match="nobody is there"):
         trainer("run", Fails, **{"env.max_steps": 2}).train()
-    assert len(steps_of(tmp_path / "run")) == 2
+    assert len(metrics(tmp_path / "run")) == 2
 
 
 def test_a_run_that_ends_gives_up_what_plays_ahead(trainer, tmp_path):
@@ -390,7 +383,7 @@ def test_publishing_does_not_wait_for_episodes(trainer, tmp_path):
         written = [versions for number, versions in found if number == step]
         assert len(written) == 8 and {versions[-1] for versions in written} == {step - 1}
         assert step - 2 in {versions[0] for versions in written} <= {step - 2, step - 1}
-    rows = steps_of(tmp_path / "run")
+    rows = metrics(tmp_path / "run")
     assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
     assert all(0 < row["staleness"] < 1 for row in rows[1:])
     assert all(row["mismatch/max"] < 1e-4 for row in rows)  # measured on the newest tokens
@@ -403,9 +396,9 @@ def test_every_prompt_trains_once_and_within_the_bound(trainer, tmp_path, algori
     trainer("run", algorithm={"name": algorithm}, **keys).train()
     found = versions_of(tmp_path / "run")
     assert all(step - 3 <= min(versions) <= max(versions) <= step - 1 for step, versions in found)
-    assert [row["step"] for row in steps_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     assert {step for step, _ in found} == {1, 2, 3, 4, 5, 6}
-    assert all(0 < row["mismatch/canary"] < 1e-4 for row in steps_of(tmp_path / "run"))
+    assert all(0 < row["mismatch/canary"] < 1e-4 for row in metrics(tmp_path / "run"))
 
 
 def test_old_tokens_hide_no_mismatch(trainer, tmp_path):
@@ -423,13 +416,13 @@ def test_old_tokens_hide_no_mismatch(trainer, tmp_path):
     made.trainer.inference.canary.compare = compare_far_apart
     with pytest.raises(MismatchError, match=r"0\.02 nats .*of the canary's tokens"):
         made.train()
-    assert len(steps_of(tmp_path / "run")) == 1
+    assert len(metrics(tmp_path / "run")) == 1
 
 
 def test_a_moving_reference_counts_steps_and_not_draws(trainer, tmp_path):
     algorithm = {"name": "grpo", "kl_coef": 0.1, "reference_every": 2}
     trainer("run", algorithm=algorithm, max_steps=5, **{"checkpoint.every": 0}).train()
-    rows = steps_of(tmp_path / "run")
+    rows = metrics(tmp_path / "run")
     assert rows[2]["staleness"] == 1  # drawn before the reference moved
     still = [row["kl"] == pytest.approx(0, abs=1e-6) for row in rows]
     assert still == [True, False, True, False, True]
@@ -441,7 +434,7 @@ def test_dropped_groups_are_replaced_in_the_order_of_draws(trainer, tmp_path):
         keys = {"rollout.max_staleness": bound, "deterministic": False, "tracking.episodes_every": 1}
         name, algorithm = str(bound), {"name": "dapo", "resampling_rounds": 10}
         made = trainer(name, rewards=[Distinct()], algorithm=algorithm, **keys).train()
-        rows = steps_of(tmp_path / name)
+        rows = metrics(tmp_path / name)
         assert all(row["groups/dropped"] == row["trajectories"] / 4 - 2 for row in rows)  # two train
         assert sum(row["groups/dropped"] for row in rows) > 0
         assert made.trainer.prompts.state()["consumed"] == sum(row["trajectories"] for row in rows) / 4
@@ -486,5 +479,5 @@ def test_an_evaluation_has_one_version_while_episodes_play(trainer, tmp_path):
     made.train()
     assert [(step, versions) for step, versions, _ in found] == [(step, {step}) for step in range(5)]
     assert [left for *_, left in found] == [0, 4, 4, 2, 0]  # draws under way meanwhile
-    rates = [row["lr"] for row in steps_of(tmp_path / "run") if "lr" in row]
+    rates = [row["lr"] for row in metrics(tmp_path / "run") if "lr" in row]
     assert rates == pytest.approx([3e-3 * number / 4 for number in range(1, 5)])

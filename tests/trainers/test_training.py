@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ended_runs import TwoTurns, assert_same_weights, metrics, weights
 from rank_processes import RankProcesses
 from sweeps import sampled
 from vowels import Vowels
@@ -17,10 +18,9 @@ from rl4llm.algorithms.grpo import GRPO
 from rl4llm.api import DAPOTrainer, GRPOTrainer
 from rl4llm.compose import build_trainer
 from rl4llm.config import load_config
-from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
+from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import (
     ConfigError,
-    DataError,
     DivergedError,
     RunDirError,
     StaleWeightsError,
@@ -39,15 +39,6 @@ SMALL = {
 OF_THE_MACHINE = ("time/", "memory/", "resources/", "tokens/s")
 
 
-class TwoTurns(BaseMDPEnv):
-    """Ask for more once."""
-
-    continue_truncated = True
-
-    def respond(self, sample):
-        return [ChatMessage("user", "Go on.")]
-
-
 def rows(size=6):
     return [
         {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
@@ -61,20 +52,6 @@ def trainer(model_dir, directory, kind=GRPOTrainer, **overrides):
     dataset = options.pop("dataset", rows())
     options.setdefault("env.max_steps", 2)
     return kind(str(model_dir), dataset, rewards, output={"dir": str(directory)}, **options)
-
-
-def weights(run):
-    return {name: tensor.clone() for name, tensor in run.trainer.backend.weights()}
-
-
-def metrics(directory, name="metrics.jsonl"):
-    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
-
-
-def assert_same_weights(left, right):
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
 
 
 def test_evals_and_checkpoints_come_at_intervals_and_at_the_end():
@@ -243,17 +220,6 @@ def gradient(run):
     return {name: tensor.grad.clone() for name, tensor in loop.backend.model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", ["sorted", "packed", "shared"])
-@pytest.mark.parametrize("budget", [64, 4096])
-def test_packing_and_micro_batches_do_not_change_the_gradient(model_dir, tmp_path, layout, budget):
-    training = {"lr": 3e-3, "layout": layout, "max_tokens_per_batch": budget}
-    expected = gradient(trainer(model_dir, tmp_path / "a", training={"lr": 3e-3, "layout": "sorted"}))
-    found = gradient(trainer(model_dir, tmp_path / "b", training=training))
-    assert any(tensor.abs().max() > 1e-4 for tensor in expected.values())
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-4, msg=name)
-
-
 def test_constant_length_defaults_to_the_most_policy_tokens(model_dir, tmp_path):
     lengths = {"a": None, "b": 10, "c": 40}  # two turns of five tokens
 
@@ -405,11 +371,6 @@ def test_a_kl_penalty_in_the_reward_is_a_sum_that_starts_at_zero(model_dir, tmp_
     loop.close()
 
 
-def test_a_kl_penalty_in_the_reward_is_logged(model_dir, tmp_path):
-    trainer(model_dir, tmp_path, algorithm={"kl_coef": 0.5, "kl_in": "reward"}, max_steps=3).train()
-    assert [row["reward/kl"] > 0 for row in metrics(tmp_path)][1:] == [True, True]
-
-
 @pytest.mark.parametrize(
     "estimator", sampled(["k1", "k2", "k3"], ["k3"])
 )  # tests/algorithms has the numbers of each
@@ -519,64 +480,6 @@ def test_supervised_epochs_and_updates_are_optimizer_steps(model_dir, tmp_path):
         assert loop.backend._optimizer.step_number == 12
     last_six = [1e-3 * left / 12 for left in range(6, 0, -1)]
     assert metrics(tmp_path / "run")[-1]["lr"] == pytest.approx(sum(last_six) / 6)
-
-
-def test_a_second_trainer_on_the_same_directory_is_refused(model_dir, tmp_path):
-    first, second = trainer(model_dir, tmp_path), trainer(model_dir, tmp_path)
-    first.trainer.claim()
-    with pytest.raises(RunDirError, match="is in use by this process"):
-        second.train()
-    first.trainer.close()
-
-
-def test_another_runs_directory_is_refused_with_the_difference(model_dir, tmp_path):
-    trainer(model_dir, tmp_path, max_steps=1).train()
-    with pytest.raises(RunDirError, match=r"training\.lr"):
-        trainer(model_dir, tmp_path, max_steps=2, training={"lr": 1e-5})
-
-
-def test_bad_input_is_refused_before_anything_is_written(model_dir, tmp_path):
-    cases = [
-        ({"algorithm": {"clip_hihg": 0.3}}, ConfigError, "Did you mean 'clip_high'"),
-        ({"rollout": {"prompts": 2, "group_size": 1}}, ConfigError, "rollout.group_size=1"),
-        ({"dataset": []}, DataError, "empty"),
-        ({"dataset": [{"messages": rows()[0]["messages"]}]}, DataError, "ground_truth"),
-        ({"dataset": [{"messages": [], "ground_truth": ""}]}, DataError, "empty"),
-        ({"reward_functions": [], "env": {"name": "tool"}}, ConfigError, "no reward is set"),
-        ({"reward_functions": [Vowels(), Vowels("more")]}, ConfigError, "reward_transform_fn"),
-        ({"env.max_stepz": 3}, ConfigError, "Did you mean 'max_steps'"),
-        ({"inference.name": "slgang"}, ConfigError, "inference.name"),
-        ({"training.max_tokens_per_batch": 8}, ConfigError, "max_tokens_per_batch=8"),
-        ({"algorithm.aggregation": "tokens"}, ConfigError, "Did you mean 'token'"),
-        ({"training.constant_length": 0}, ConfigError, "constant_length=0 is not accepted"),
-        (
-            {"rollout.top_p": 7},
-            ConfigError,
-            "rollout.top_p=7.* is not accepted: a finite number, above 0, at most 1",
-        ),
-        ({"rollout.max_failed_share": -3}, ConfigError, "max_failed_share=-3"),
-        ({"threads": -1}, ConfigError, "threads=-1"),
-        ({"model.device": "cudaa"}, ConfigError, "model.device='cudaa'"),
-        ({"sync.name": "filesytem"}, ConfigError, "Did you mean 'filesystem'"),
-        (
-            {"sync.name": "filesystem"},
-            ConfigError,
-            "sync.name='filesystem' is not accepted with inference.name='local'",
-        ),
-    ]
-    for number, (overrides, error, text) in enumerate(cases):
-        directory = tmp_path / str(number)
-        with pytest.raises(error, match=text):
-            trainer(model_dir, directory, **overrides)
-        assert not directory.exists(), overrides
-
-
-def test_a_prompt_over_the_context_is_refused_before_the_run(model_dir, tmp_path):
-    long = [
-        {"prompt_id": "novel", "messages": [{"role": "user", "content": "word " * 2000}], "ground_truth": ""}
-    ]
-    with pytest.raises(DataError, match=r"prompt 'novel'\) has \d+ tokens"):
-        trainer(model_dir, tmp_path / "run", dataset=rows() + long)
 
 
 def test_ctrl_c_finishes_the_step_and_the_same_call_resumes(model_dir, tmp_path):
