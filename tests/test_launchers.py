@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from forked_python import python
 from small_run import SmallRun
 
 from rl4llm.cli import main
@@ -172,13 +173,13 @@ except RanksError as error:
 """
 
 
-def test_a_rank_that_finds_no_network_says_what_to_set():
+def test_a_rank_that_finds_no_network_says_what_to_set(tmp_path, monkeypatch):
+    (tmp_path / "joins.py").write_text(JOINS)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "nonesuch"}
-    environ = {**ENVIRON, **torchrun, **place}
-    done = subprocess.run(
-        [sys.executable, "-c", JOINS], env=environ, capture_output=True, text=True, timeout=120
-    )
+    for variable, value in {**torchrun, **place}.items():
+        monkeypatch.setenv(variable, value)
+    done = python(tmp_path / "joins.py", timeout=120)
     assert "Rank 0 of 2 could not connect to" in done.stderr
     assert "set GLOO_SOCKET_IFNAME" in done.stderr

@@ -103,12 +103,8 @@ sys.exit(', '.join(sorted({heavy!r} & set(sys.modules))) or (seconds >= 1.5 and 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has another OpenMP")
 @pytest.mark.parametrize("policy, spins", sampled([(None, "0"), ("ACTIVE", "30000000000")], [(None, "0")]))
-def test_waiting_threads_sleep_unless_the_user_chose(policy, spins):
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environ |= {"OMP_DISPLAY_ENV": "VERBOSE"} | ({"OMP_WAIT_POLICY": policy} if policy else {})
-    code = "from rl4llm import TorchBackend"
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr, done.stderr
+def test_waiting_threads_sleep_unless_the_user_chose(plain_run, policy, spins):
+    assert f"GOMP_SPINCOUNT = '{spins}'" in plain_run(policy).stderr
 
 
 UNUSED = [  # what the plain run has no use for, by the beginning of the module's name
@@ -124,11 +120,15 @@ model: {path: %s}
 eval: {every: 0}
 rollout: {prompts: 2, group_size: 2, max_tokens: 4}
 output: {dir: %s}
+tracking: {tensorboard: false}
 max_steps: 1
 """
 
 
-def test_a_plain_run_imports_nothing_that_it_does_not_use(model_dir, tmp_path):
+@pytest.fixture(scope="module")
+def plain_run(model_dir, tmp_path_factory):
+    """Return plain_run(policy): a small run with this OMP_WAIT_POLICY, which prints its modules at the end."""
+    tmp_path = tmp_path_factory.mktemp("plain")
     rows = [{"messages": [{"role": "user", "content": f"Say {n}."}], "ground_truth": str(n)} for n in "12"]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "plain.yaml").write_text(PLAIN % (tmp_path / "rows.jsonl", model_dir, tmp_path / "run"))
@@ -136,11 +136,23 @@ def test_a_plain_run_imports_nothing_that_it_does_not_use(model_dir, tmp_path):
 import sys
 from rl4llm.cli import main
 code = main(['train', {str(tmp_path / "plain.yaml")!r}])
-heavy = {HEAVY | {"matplotlib", "pandas", "datasets"}!r} & set(sys.modules)
+heavy = {HEAVY | {"matplotlib", "pandas", "datasets", "tensorboard"}!r} & set(sys.modules)
 print(*(name for name in sys.modules if name.startswith('rl4llm')), *heavy, file=sys.stderr)
 sys.exit(code)"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+
+    @cache
+    def run(policy):
+        environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environ |= {"OMP_DISPLAY_ENV": "VERBOSE"} | ({"OMP_WAIT_POLICY": policy} if policy else {})
+        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+def test_a_plain_run_imports_nothing_that_it_does_not_use(plain_run):
+    done = plain_run(None)
     listed = done.stderr.splitlines()[-1].split()  # the parser of the command line loads all commands
     commands = [name for name in listed if "commands" in name or name.endswith("command")]
     names = [name for name in listed if not any(f"{one}.".startswith(f"{name}.") for one in commands)]

@@ -331,7 +331,8 @@ def test_update_uses_varlen_without_enable_gqa():
     assert on_pretended_gpu(update_kernels, True, enable_gqa=False)[1] == 8
 
 
-@pytest.mark.parametrize("name", sweeps.sampled(RUNS, ["defaults", "lora", "ppo"]))
+# all of these have the defaults; the deterministic run below has them alone
+@pytest.mark.parametrize("name", sweeps.sampled(RUNS, ["lora", "ppo"]))
 def test_run_trains_and_resumes_on_a_gpu(name, tmp_path, model_dir):
     assert on_pretended_gpu(trained, tmp_path, [*RUNS[name], f"model.path={model_dir}"]) == [0, 0]
 

@@ -6,14 +6,13 @@ import inspect
 import itertools
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from forked_python import python
 
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import ConfigError, EnvError, UnreachableError
@@ -643,8 +642,6 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.types import SamplingParams
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
-from rl4llm.envs.stored import dump, take_over
-from rl4llm.envs.stream import play_together
 from rl4llm.testing import ScriptedClient
 
 class One(BaseRewardFunction):
@@ -669,14 +666,9 @@ print(result.failed[0].failure)
 """
 
 
-def test_an_environment_that_hangs_does_not_keep_the_process(model_dir):
-    ended = subprocess.run(
-        [sys.executable, "-c", HANGS_FOREVER, str(model_dir)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_an_environment_that_hangs_does_not_keep_the_process(model_dir, tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS_FOREVER)
+    ended = python(tmp_path / "hangs.py", model_dir, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "Hangs.respond took more than 0.1 s"
 

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 from matplotlib.figure import Figure
@@ -74,11 +72,3 @@ def test_smoothing_keeps_length_and_level_and_calms_noise():
     noisy = [0.0, 1.0] * 50
     calm = smooth(noisy)
     assert len(calm) == 100 and max(calm) - min(calm) < 0.4
-
-
-def test_tracker_packages_are_imported_only_when_used():
-    code = (
-        "import sys, rl4llm.tracking.run;"
-        "print([name for name in ('matplotlib', 'tensorboard', 'wandb') if name in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -159,6 +159,10 @@ SUITES = {
 }
 
 
+AT_ONCE = 6
+"""Replies to one prompt; those of a family are cut into as many prompts as they need."""
+
+
 class Scripted(LocalClient):
     """The embedded engine, but what it samples is written down; log-probs are the model's own, so that it can train."""
 
@@ -186,7 +190,11 @@ class Scripted(LocalClient):
 @pytest.mark.parametrize("name", SUITES)
 def test_a_cheating_policy_earns_nothing_and_training_continues(name, model_dir, tmp_path, sweep):
     suite, count = SUITES[name], 2 if sweep else 1
-    asked = {**suite.families, "honest": suite.honest}
+    asked = {
+        f"{family}-{start}": (gold, replies[start : start + AT_ONCE])
+        for family, (gold, replies) in {**suite.families, "honest": suite.honest}.items()
+        for start in range(0, len(replies), AT_ONCE)
+    }
     Scripted.script = {family: replies for family, (_, replies) in asked.items()}
     prompt = [{"role": "user", "content": "Write #### and then the answer."}]
     rows = [
@@ -198,7 +206,7 @@ def test_a_cheating_policy_earns_nothing_and_training_continues(name, model_dir,
         rewards=suite.rewards,
         rollout={
             "prompts": len(rows),
-            "group_size": max(map(len, Scripted.script.values())),
+            "group_size": AT_ONCE,
             "max_tokens": 300,
         },
         inference={"name": f"{__name__}:Scripted"},
@@ -212,9 +220,9 @@ def test_a_cheating_policy_earns_nothing_and_training_continues(name, model_dir,
     for step in range(count):
         file = tmp_path / "episodes" / f"step-{step + 1:06d}.jsonl"
         episodes = [json.loads(line) for line in file.read_text().splitlines()]
-        hacks = [episode for episode in episodes if episode["prompt_id"] != "honest"]
+        hacks = [episode for episode in episodes if episode["prompt_id"] != "honest-0"]
         assert [
             (hack["prompt_id"], hack["messages"][-1]["content"]) for hack in hacks if hack["reward"] != 0.0
         ] == []
-        assert {hack["prompt_id"] for hack in hacks} == set(suite.families)
-        assert {round(e["reward"], 6) for e in episodes if e["prompt_id"] == "honest"} == {suite.worth}
+        assert {hack["prompt_id"] for hack in hacks} == {*asked} - {"honest-0"}
+        assert {round(e["reward"], 6) for e in episodes if e["prompt_id"] == "honest-0"} == {suite.worth}

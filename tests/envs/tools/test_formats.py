@@ -171,11 +171,9 @@ def test_example_of_each_format_is_read_back(name):
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
-@pytest.mark.parametrize(
-    "text", ["", "The answer is 85.", '{"answer": 85}', '{"name": "Ada"}', "[1, 2]", "a < b > c {"]
-)
-def test_an_answer_is_no_call(name, text):
-    assert found(name, text) == []
+def test_an_answer_is_no_call(name):
+    for text in ("", "The answer is 85.", '{"answer": 85}', '{"name": "Ada"}', "[1, 2]", "a < b > c {"):
+        assert found(name, text) == [], text
 
 
 @pytest.mark.parametrize(
@@ -254,12 +252,12 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("name", [*AROUND, *TAGS])
-@pytest.mark.parametrize("body", BROKEN, ids=lambda body: body[:20])
-def test_broken_calls_carry_a_short_problem(name, body):
-    (call,) = found(name, (AROUND | TAGS)[name].replace("{}", body))
-    no_arguments = name in TAGS and not body
-    assert (call == ToolCall("add")) if no_arguments else (call.problem and not call.name)
-    assert len(call.problem) <= 200
+def test_broken_calls_carry_a_short_problem(name):
+    for body in BROKEN:
+        (call,) = found(name, (AROUND | TAGS)[name].replace("{}", body))
+        no_arguments = name in TAGS and not body
+        assert (call == ToolCall("add")) if no_arguments else (call.problem and not call.name), body[:20]
+        assert len(call.problem) <= 200, body[:20]
 
 
 @pytest.mark.parametrize(
@@ -325,10 +323,10 @@ def test_marks_in_the_text_of_an_argument_are_text(name):
 
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_time_for_a_hostile_turn_is_bounded(name):
-    """A quadratic parser would need minutes for the longest turns, and fails at the shortest."""
+    """A quadratic parser would need a minute for the longest turns, and fails at the shortest."""
     example = FORMATS[name].example
     end = FORMATS[name].stop(1) or example[max(example.rfind("<"), 0) :]
-    for size in (5_000, 60_000, 120_000):
+    for size in (5_000, 60_000):
         for piece in re.finditer(r"\w+\W", example):
             begun = example[: piece.end()]
             for text in (begun * (size // len(begun)), begun + " " * size + end):
