@@ -34,12 +34,8 @@ ROWS = {
     },
 }
 DATA = {
-    "sft": "chats",
-    "dpo": "pairs",
-    "reward_model": "pairs",
-    "gsm8k_grpo": "gsm8k",
-    "humaneval_grpo": "HumanEval.jsonl",
-}
+    "sft": "chats", "dpo": "pairs", "reward_model": "pairs", "gsm8k_grpo": "gsm8k", "humaneval_grpo": "HumanEval.jsonl",
+}  # fmt: skip
 LONG = {"name": "length", "unit": "chars", "min_length": 9, "max_length": 99, "margin": 9}
 RIGHT = {"name": "threshold", "reward": LONG, "at_least": 0.5}
 """Stands in for `math`, whose verifiers take longer to start than a small run; tests/extensions/quickstart starts them."""
@@ -83,6 +79,7 @@ def small(name, config):
     config |= {"max_steps": 1, "model": {"path": "model"}}
     if name in ("agent_grpo", "arithmetic_tool_dapo"):
         config["rollout"] |= {"prompts": 1}  # each of their episodes starts a program
+        config["eval"] |= {"every": 0}
     if config.get("algorithm", {}).get("name") == "dapo":
         config["algorithm"] |= {"resampling_rounds": 1}  # all groups have equal rewards
     if "rewards" in config:

@@ -19,7 +19,9 @@ PROMISES = {  # of each chapter, in names of its cells
     "8_ship": "after > before + 0.08 and ask('1234') == '0' and ask('5677') == '1'",
 }
 LARGEST_BYTES = 60_000
-SHORTER = {  # a line after the cell that defines `run`: one seed in place of two
+SHORTER = {  # lines after the cell that defines `run`: three failures less, whose numbers nothing promises; one seed of two
+    "4_failing": "\nfirst, told = run, ('healthy', 'short', 'template')\nrun = lambda name, **keys: "
+    "first(name, **keys) if name in told else history(folder / 'healthy')",
     "5_ppo_or_grpo": "\nfirst, played = run, {}\nrun = lambda name, *rest, **keys: "
     "played.get(name) or played.setdefault(name, first(name, *rest, **keys))",
 }
