@@ -7,7 +7,9 @@
 # instead of a sample of them. Each part prints how long it took, the tests by directory, and the slowest 25 of them.
 #
 #   --smoke          the tests of tests/smoke.txt: a few of every part, in under two minutes
-#   --fast           without the tests that need a real inference server or DeepSpeed
+#   --fast           in under five minutes: without the files of tests that take longest (LONGEST in tests/conftest.py: the
+#                    tutorial, the real model, commands of pages, several ranks and machines, most runs of extensions), and
+#                    without tests that need a real inference server or DeepSpeed
 #   RL4LLM_HUMANEVAL a file with HumanEval's problems, on which the sandbox is tried (default: those tests are skipped)
 #   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once. Those of
 #                    transformers 4, 1.1 GB, the Tinker SDK, 1.6 GB, and verifiers, 1.3 GB, lie beside this directory
@@ -31,7 +33,7 @@ scripts/install_sandbox.sh
 pytest=(python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25)
 case "$chosen" in
   --smoke) exec "${pytest[@]}" @tests/smoke.txt "$@" ;;
-  --fast) exec "${pytest[@]}" -m "not sglang and not vllm and not deepspeed" "$@" ;;
+  --fast) exec "${pytest[@]}" --fast -m "not sglang and not vllm and not deepspeed" "$@" ;;
 esac
 servers="${RL4LLM_SERVERS:-$HOME/.cache/rl4llm/servers}"
 mkdir -p "$servers"

@@ -32,13 +32,25 @@ TEXTS = [
 
 
 LONGEST = (
-    "test_real_model", "test_tutorial", "test_verifiers_v0", "test_sglang", "test_moe", "test_rank_kills",
-    "test_docs_commands", "test_vllm", "test_sglang_images", "test_router", "test_vllm_images", "test_deepspeed", "test_cli",
-    "test_image_training", "test_recipes", "test_extensions", "test_ranks", "test_quickstart", "test_nodes", "test_plan",
-    "test_launch_ranks", "test_learning", "test_types", "test_verifiers", "test_launch_on", "test_loop",
-    "test_plan_images", "test_launchers", "test_remote_training", "test_examples", "test_training", "test_abuse",
-    "test_attacker", "test_wheel", "test_example_package",
+    "test_tutorial", "extensions/servers/test_sglang", "trainers/test_ranks", "test_docs_commands", "test_real_model",
+    "extensions/servers/test_sglang_images", "trainers/test_training", "extensions/servers/test_vllm",
+    "extensions/launch/test_nodes", "extensions/tinker/test_sdk", "extensions/deepspeed/test_deepspeed",
+    "extensions/remote/test_remote", "trainers/test_preferences", "extensions/quickstart/test_quickstart",
+    "backends/test_sharded", "trainers/test_rank_kills", "inference/test_local", "test_pretended_gpu",
+    "extensions/agents/test_agent_env", "extensions/adapters/test_verifiers", "inference/test_families", "test_cli",
+    "extensions/recipes/test_recipes", "extensions/launch/test_launch_on", "test_build", "test_examples",
+    "extensions/servers/test_launch", "extensions/servers/test_fleet", "trainers/test_image_training",
+    "extensions/sandbox/test_abuse", "extensions/launch/test_launch_ranks", "extensions/servers/test_vllm_images",
+    "extensions/inspect/plan/test_plan_images", "tracking/test_screen", "backends/test_tower",
+    "rewards/test_verifier_pool", "extensions/servers/test_router", "extensions/trl/test_script",
+    "trainers/test_staleness", "trainers/test_mixture", "extensions/inspect/plan/test_plan",
+    "extensions/servers/test_moe", "extensions/inspect/check/test_check", "extensions/view/test_page",
+    "extensions/toolbox/test_mcp", "backends/test_torch_backend", "test_docs", "inference/test_local_images",
+    "extensions/sandbox/test_code_env", "extensions/adapters/test_reasoning_gym", "test_gpu_bench",
+    "rewards/test_math_reward", "extensions/sandbox/test_published", "test_extensions",
+    "extensions/evaluate/test_lm_eval", "trainers/test_needs", "test_wheel", "extensions/adapters/test_verifiers_v0",
 )  # fmt: skip
+"""The files with the most seconds, which begin first; `--fast` leaves them out."""
 
 
 SHORT_START = Path(__file__).with_name("short_start")
@@ -49,6 +61,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--sweep", action="store_true", help="run all cases of a kind instead of a sample of them"
     )
+    parser.addoption("--fast", action="store_true", help="leave out the files that take longest, see LONGEST")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,14 +115,24 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what a sweep adds, and begin with the files that take longest, so that all processes end together."""
-    if not config.getoption("sweep"):
-        left_out = [item for item in items if item.get_closest_marker("sweep")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+    """Leave out what only a sweep adds or what takes longest; begin with the longest, so that all processes end together."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    ranks = {item: places.get(name_of(item.path), len(LONGEST)) for item in items}
+    left_out = (
+        set() if config.getoption("sweep") else {item for item in items if item.get_closest_marker("sweep")}
+    )
+    if config.getoption("fast"):
+        left_out |= {item for item in items if ranks[item] < len(LONGEST)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = sorted((item for item in items if item not in left_out), key=ranks.__getitem__)
     if any(item.get_closest_marker("deepspeed") for item in items):
         forked_python.IMPORTED += forked_python.OF_DEEPSPEED
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def name_of(file):
+    """Return the path of a file of tests as it stands in LONGEST."""
+    tests = Path(__file__).parent
+    return str(file.relative_to(tests).with_suffix("")) if file.is_relative_to(tests) else ""
 
 
 def pytest_collection_finish():
