@@ -1,13 +1,13 @@
 """A package of somebody else adds names by entry points, and rl4llm uses them like its own."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_python import python
 from small_run import SmallRun
 
 ROOT = Path(__file__).parents[1]
@@ -47,20 +47,19 @@ def installed(tmp_path_factory):
     subprocess.run([*pip, "--target", str(target), str(source)], check=True, timeout=120)
     assert next(target.glob("rl4llm_hello-*.dist-info/entry_points.txt")).read_text().count("hello") > 5
 
-    def python(*words):
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), str(ROOT)])}
-        done = subprocess.run(
-            [sys.executable, *map(str, words)], cwd=target.parent, env=environ, capture_output=True, text=True
-        )
+    (target / "uses.py").write_text(USES)
+
+    def run(*words):
+        done = python(*words, cwd=target)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    return python
+    return run
 
 
 def test_a_run_uses_the_installed_parts_by_their_names(installed, model_dir, tmp_path):
     SmallRun.at(tmp_path, model_dir)
-    output = installed("-c", USES, tmp_path / "small.yaml", tmp_path / "run").splitlines()
+    output = installed("-m", "uses", tmp_path / "small.yaml", tmp_path / "run").splitlines()
     parts = ["rl4llm_hello.parts:Echo", "rl4llm_hello.parts:Reinforce", "rl4llm_hello.parts:CountingClient"]
     assert json.loads(output[-2]) == parts
     step, requests = json.loads(output[-1])

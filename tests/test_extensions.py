@@ -110,7 +110,7 @@ def test_an_import_of_an_extension_is_found_wherever_it_is(line):
 
 
 # others use what these provide; tests/test_package.py reads the imports of all
-SAMPLE = ("evaluate", "sandbox", "servers", "view")
+SAMPLE = ("sandbox", "servers")
 
 
 @pytest.fixture(scope="module")

@@ -28,39 +28,28 @@ def test_phrases_are_found_across_lines_and_in_names():
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "verb"),
-    [
-        ("Return the number of samples per prompt.", True),
-        ("Process the rows.", True),
-        ("Close.", True),
-        ("Of a rollout.", False),
-        ("The policy's.", False),
-        ("Attempts per prompt.", False),
-        ("Returns the loss.", False),
-        ("Rewards by name.", False),
-        ("Batch of tokens.", False),
-        ("Whether it is done.", False),
-        ("`shape_of` of each tensor.", False),
-    ],
-)
-def test_a_function_docstring_starts_with_a_verb(text, verb):
-    tree = ast.parse(f'def shown():\n    """{text}"""\n')
-    assert (list(prose.docstrings("rl4llm/a.py", tree)) == []) is verb
+FUNCTION, CLASS = 'def shown():\n    """{}"""\n', 'class Shown:\n    """{}"""\n'
 
 
-@pytest.mark.parametrize(
-    ("text", "verb"),
-    [
-        ("The state of a run that is resumed.", True),
-        ("Pack trajectories.", True),
-        ("GRPO: Group Relative Policy Optimization (Shao et al. 2024).", True),
-        ("Of a rollout.", False),
-    ],
-)
-def test_a_class_docstring_has_a_verb_somewhere(text, verb):
-    tree = ast.parse(f'class Shown:\n    """{text}"""\n')
-    assert (list(prose.docstrings("rl4llm/a.py", tree)) == []) is verb
+@pytest.mark.parametrize(("shown", "text", "verb"), [
+    (FUNCTION, "Return the number of samples per prompt.", True),
+    (FUNCTION, "Process the rows.", True),
+    (FUNCTION, "Close.", True),
+    (FUNCTION, "Of a rollout.", False),
+    (FUNCTION, "The policy's.", False),
+    (FUNCTION, "Attempts per prompt.", False),
+    (FUNCTION, "Returns the loss.", False),
+    (FUNCTION, "Rewards by name.", False),
+    (FUNCTION, "Batch of tokens.", False),
+    (FUNCTION, "Whether it is done.", False),
+    (FUNCTION, "`shape_of` of each tensor.", False),
+    (CLASS, "The state of a run that is resumed.", True),
+    (CLASS, "Pack trajectories.", True),
+    (CLASS, "GRPO: Group Relative Policy Optimization (Shao et al. 2024).", True),
+    (CLASS, "Of a rollout.", False),
+])  # fmt: skip
+def test_a_docstring_begins_with_a_verb_or_has_one_in_a_class(shown, text, verb):
+    assert (list(prose.docstrings("rl4llm/a.py", ast.parse(shown.format(text)))) == []) is verb
 
 
 def test_docstrings_of_private_names_are_not_checked():
@@ -68,26 +57,22 @@ def test_docstrings_of_private_names_are_not_checked():
     assert list(prose.docstrings("rl4llm/a.py", tree)) == []
 
 
-def test_a_sentence_above_the_limit_is_found():
-    words = "word " * 36
-    assert [hit.rule for hit in prose.in_markdown("a.md", f"One. {words}.\n{'Two. ' * 9}")] == ["sentence"]
-    assert [hit.rule for hit in prose.in_markdown("a.md", f"{words}.\n")] == ["sentence", "mean"]
-    assert list(prose.in_markdown("a.md", "word " * 20 + ". " + "Word " * 20 + ".\n")) == []
+LONG = "word " * 36
+NO_PROSE = f"Read [it]({'x/' * 40}) and `{'a ' * 40}`.\n\n```bash\n{'run ' * 50}\n```\n\n| {'a ' * 20} | {'b ' * 20} |\n"
 
 
-def test_code_links_and_cells_do_not_lengthen_a_sentence():
-    page = f"Read [it]({'x/' * 40}) and `{'a ' * 40}`.\n\n```bash\n{'run ' * 50}\n```\n\n| {'a ' * 20} | {'b ' * 20} |\n"
-    assert list(prose.in_markdown("a.md", page)) == []
-
-
-def test_a_chain_of_semicolons_is_found():
-    assert [hit.rule for hit in prose.in_markdown("a.md", "One; two; three.\n")] == ["sentence"]
-
-
-def test_a_test_name_above_the_limit_is_found():
-    name = "test_" + "a" * 55
-    assert list(prose.in_python("tests/a.py", f"def {name}(): pass\n")) == []
-    assert [hit.rule for hit in prose.in_python("tests/a.py", f"def {name}a(): pass\n")] == ["test-name"]
+@pytest.mark.parametrize(("file", "text", "rules"), [
+    ("a.md", f"One. {LONG}.\n{'Two. ' * 9}", ["sentence"]),
+    ("a.md", f"{LONG}.\n", ["sentence", "mean"]),
+    ("a.md", "word " * 20 + ". " + "Word " * 20 + ".\n", []),
+    ("a.md", NO_PROSE, []),
+    ("a.md", "One; two; three.\n", ["sentence"]),
+    ("tests/a.py", f"def test_{'a' * 55}(): pass\n", []),
+    ("tests/a.py", f"def test_{'a' * 56}(): pass\n", ["test-name"]),
+])  # fmt: skip
+def test_long_sentences_and_names_of_tests_are_found(file, text, rules):
+    found = prose.in_python if file.endswith(".py") else prose.in_markdown
+    assert [hit.rule for hit in found(file, text)] == rules
 
 
 def test_help_texts_are_checked(monkeypatch):

@@ -49,10 +49,10 @@ def sums(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(sums, tmp_path_factory):
-    """Return the directory of two steps that nobody killed."""
+def whole(sums, tmp_path_factory, sweep):
+    """Return the directory of a run that nobody killed, with a second step in a sweep, which kills one after the first."""
     directory = tmp_path_factory.mktemp("whole")
-    run("train", *sums, *QUICK, "deterministic=true", f"output.dir={directory}")
+    run("train", *sums, *QUICK, f"max_steps={1 + sweep}", "deterministic=true", f"output.dir={directory}")
     return directory
 
 
@@ -85,8 +85,7 @@ def test_it_solves_some_sums_before_training(sums, tmp_path):
 
 
 def test_engine_and_trainer_agree_in_float32(whole):
-    assert len(mismatches(whole)) == 2
-    assert max(mismatches(whole)) < 3e-5  # measured: 1.1e-5 and less
+    assert 0 < max(mismatches(whole)) < 3e-5  # measured: 1.1e-5 and less
 
 
 def test_bf16_rounding_is_no_stale_engine_swapped_layers_are(model):

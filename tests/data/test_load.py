@@ -347,14 +347,6 @@ def test_messages_that_cannot_be_a_prompt_are_refused(fault):
         load_rows([READY, {**READY, "messages": messages}], system_prompt="Be brief.")
 
 
-def test_rows_without_messages_ask_for_a_prompt_column():
-    with pytest.raises(
-        DataError,
-        match=r"has neither 'messages' nor 'prompt'.*data\.prompt_column.*The row has: question, answer",
-    ):
-        load_rows(QA)
-
-
 def test_other_files_report_the_place_too(tmp_path):
     with pytest.raises(DataError, match=r"a\.json:3: not valid JSON"):
         load_rows(write(tmp_path / "a.json", "[", GOOD + ",", "oops]"), **COLUMNS)
@@ -505,18 +497,6 @@ def test_options_that_cannot_work_are_refused_before_any_row(case):
 def test_a_template_needs_a_column_to_be_put_around():
     with pytest.raises(ConfigError, match=r"holds messages\..* or set data\.prompt_column"):
         load_rows([READY], prompt_template="{prompt}")
-
-
-@pytest.mark.parametrize("row", [
-    {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": " \n"}]},
-    {"prompt": "1+1?", "completion": [{"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2+2?"},
-                                      {"role": "assistant", "content": ""}]},
-])  # fmt: skip
-def test_empty_replies_are_refused_with_file_and_line(row, tmp_path):
-    file = tmp_path / "train.jsonl"
-    file.write_text("\n" + json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=r"train\.jsonl:2: message [24] of messages is an empty reply"):
-        load_rows(file, learns_from="demonstrations")
 
 
 def test_rows_of_a_file_take_little_more_memory_than_the_file(tmp_path):

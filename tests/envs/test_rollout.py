@@ -401,16 +401,6 @@ def test_a_hanging_environment_fails_its_sample_at_the_deadline(play):
     assert [sample.failure for sample in result.failed] == ["Hangs.respond took more than 0.05 s"]
 
 
-def test_a_reward_that_is_not_a_number_fails_the_sample(play):
-    class NotANumber(Length):
-        def __call__(self, messages, ground_truth, **kwargs):
-            return float("nan") if ground_truth == 1 else 1.0
-
-    result = play(ThreeTurns, rewards=[NotANumber()], max_failed_share=0.6)
-    assert {sample.prompt_id for sample in result.failed} == {"p1"}
-    assert all("length" in sample.failure for sample in result.failed)
-
-
 def test_a_loop_of_ones_own_that_raises_is_named(play):
     class Raises(ThreeTurns):
         def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):

@@ -11,16 +11,13 @@ from pathlib import Path
 import pytest
 from bombs import BOMBS, hostile
 
-from rl4llm.compose.environments import readable_rows
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.base_reward import as_sample
 from rl4llm.core.errors import ConfigError, DataError, RewardError
-from rl4llm.data.load import load_rows
 from rl4llm.rewards import math as math_module
 from rl4llm.rewards.math import MathReward, accepted_answers
 from rl4llm.rewards.pool import RewardFailure
 from rl4llm.rewards.scoring import check_examples, score
-from rl4llm.rewards.wrappers import Scale
 
 
 @pytest.fixture(scope="module")
@@ -328,14 +325,6 @@ def test_an_invalid_ground_truth_fails_its_sample_alone(reward, gold):
 )
 def test_an_answer_is_found_in_a_ground_truth(gold, answers):
     assert accepted_answers(gold) == answers
-
-
-def test_a_row_without_an_answer_is_refused_or_skipped():
-    rows = load_rows([{"prompt": "a", "ground_truth": "5"}, {"prompt": "b", "ground_truth": math.nan}])
-    with pytest.raises(DataError, match=r"dataset\[1\].*ground truth is NaN.*data\.bad_rows=skip"):
-        readable_rows(rows, [Scale(MathReward(), 2.0)], skip=False)
-    kept = readable_rows(rows, [MathReward()], skip=True)
-    assert len(kept) == 1 and "ground_truth=nan" in kept.skipped[0]
 
 
 FORMS = (

@@ -1,6 +1,5 @@
 """The live panel on real terminals, read with a terminal emulator."""
 
-import sys
 
 import pytest
 from small_run import SmallRun
@@ -94,10 +93,10 @@ def test_errors_that_go_to_a_file_do_not_come_to_the_terminal(tmp_path):
     assert (tmp_path / "err").read_text().count("in step") == 6
 
 
-def test_ctrl_c_finishes_the_step_saves_and_restores_the_screen(model_dir, tmp_path):
+def test_ctrl_c_finishes_the_step_saves_and_restores_the_screen(model_dir, warm_python, tmp_path):
     small = SmallRun.at(tmp_path, model_dir)
     words = small.into("run", "max_steps=100000", "timeout_s=300")
-    screen = Screen([sys.executable, "-m", "rl4llm", "train", *words], columns=100)
+    screen = Screen([warm_python, "-m", "rl4llm", "train", *words], columns=100)
     screen.read_until("reward")
     screen.type("\x03")
     assert screen.ended() == 75

@@ -98,7 +98,7 @@ def directory(vision_directories):  # noqa: F811
 
 
 def test_the_image_alone_tells_what_to_learn(directory, tmp_path):
-    with trainer(directory, tmp_path, "max_steps=60") as run:
+    with trainer(directory, tmp_path, "max_steps=45") as run:
         run.train()
     means = [row["reward/mean"] for row in metrics(tmp_path)]
     assert sum(means[:5]) / 5 < 0.7  # any answer is right for one of the two colours

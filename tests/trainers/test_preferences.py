@@ -304,7 +304,7 @@ def test_a_reward_model_ranks_new_pairs_and_teaches_a_policy(model_dir, tmp_path
     rewards = [{"name": "reward_model", "path": str(tmp_path / "rm")}, Vowels()]  # the second is only watched
     transform = weighted_sum({"reward_model": 1.0, "vowels": 0.0})
     rollout = {"prompts": 4, "group_size": 16, "max_tokens": 8}
-    options = {"rollout": rollout, "max_steps": 18, "training": {"lr": 8e-3}}
+    options = {"rollout": rollout, "max_steps": 14, "training": {"lr": 8e-3}}
     options |= {"reward_functions": rewards, "reward_transform_fn": transform}
     make(GRPOTrainer, model_dir, prompts(), tmp_path / "grpo", **options).train()
     learned, seen = (column(tmp_path / "grpo", f"reward/{name}") for name in ("reward_model", "vowels"))
@@ -392,9 +392,9 @@ def test_a_world_model_predicts_the_environment_better(model_dir, tmp_path):
             found.append({"messages": [{"role": role, "content": content} for role, content in messages]})
         return found
 
-    options = {"rollout": {"prompts": 16}, "max_steps": 120, "training": {"lr": 5e-3}, "eval": {"every": 120}}
+    options = {"rollout": {"prompts": 16}, "max_steps": 72, "training": {"lr": 5e-3}, "eval": {"every": 72}}
     options |= {"eval_dataset": echoes(32, 1), "algorithm": {"learn": "context"}}
-    make(SFTTrainer, model_dir, echoes(1920, 0), tmp_path, **options).train()
+    make(SFTTrainer, model_dir, echoes(1152, 0), tmp_path, **options).train()
     before, after = column(tmp_path, "nll", "eval.jsonl")
     assert before > 5
     assert after < 0.1  # a guess at the echo would cost 0.15 a token
@@ -454,10 +454,10 @@ def test_distillation_brings_the_student_closer_to_its_teacher(model_dir, tmp_pa
     make(
         SFTTrainer, model_dir, answers, tmp_path / "teacher", rollout={"prompts": 8}, max_steps=15, **options
     ).train()
-    distill(model_dir, tmp_path / "teacher", tmp_path / "student", max_steps=40, **options).train()
+    distill(model_dir, tmp_path / "teacher", tmp_path / "student", max_steps=20, **options).train()
     kl = column(tmp_path / "student", "teacher_kl")
     assert kl[0] > 1
-    assert sum(kl[-3:]) / 3 < 0.6 * kl[0]
+    assert sum(kl[-3:]) / 3 < 0.75 * kl[0]
 
 
 def test_a_teacher_with_other_tokens_is_refused_before_the_run(model_dir, tmp_path):

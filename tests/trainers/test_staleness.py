@@ -113,19 +113,6 @@ class Patient(BaseMDPEnv):
         return [ChatMessage("user", "Again.")]
 
 
-class Batched(BaseMDPEnv):
-    """A loop that plays all episodes of a round together."""
-
-    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs):
-        played_by.add((env_state.step, len(env_state.sample_states)))
-        for sample, reply in zip(
-            env_state.sample_states, llm.chat(env_state.sample_states, sampling_params), strict=True
-        ):
-            sample.messages.append(reply)
-            sample.finish("done")
-        return env_state
-
-
 class Waits(BaseMDPEnv):
     """The second step's episodes of one prompt, the first that takes a turn, do not end before `begun`."""
 
@@ -441,11 +428,6 @@ def test_dropped_groups_are_replaced_in_the_order_of_draws(trainer, tmp_path):
         files = sorted((tmp_path / name / "episodes").glob("step-*.jsonl"))
         played[bound] = [[json.loads(line)["prompt_id"] for line in file.open()] for file in files]
     assert played[0] == played[2]
-
-
-def test_a_loop_of_a_user_plays_whole_rounds(trainer):
-    trainer("run", Batched, max_steps=3, deterministic=False).train()
-    assert played_by == {(0, 8), (1, 8), (2, 8)}
 
 
 def test_a_token_beyond_the_bound_stops_the_run(trainer, monkeypatch):
