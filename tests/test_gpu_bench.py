@@ -127,14 +127,6 @@ def test_the_gpu_driver_leaves_no_process_when_it_is_stopped(tmp_path):
     assert not [child for child in children if Path("/proc", child).exists()]
 
 
-def test_the_gpu_benchmark_names_its_checks_in_order():
-    lines = gpu.__doc__.splitlines()
-    named = [
-        line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("    python ")
-    ]
-    assert named == list(gpu.CHECKS)
-
-
 def test_the_gpu_benchmark_refuses_an_unknown_check():
     done = python(SCRIPT, "heads", "--tiny")
     assert done.returncode == 2 and "CHECK='heads' is unknown" in done.stderr and "engine" in done.stderr

@@ -72,12 +72,6 @@ def test_check_client_names_the_law_that_a_client_breaks(model, tokenizer, broke
         check_client(client, PROMPTS)
 
 
-def test_check_client_passes_a_client_that_keeps_the_contract(model, tokenizer):
-    client = LocalClient(model, tokenizer)
-    asyncio.run(client.load(WeightRef(0)))
-    check_client(client, PROMPTS)
-
-
 def say(client, session="", **params):
     return asyncio.run(client.generate(PROMPTS[0], SamplingParams(**params), session=session))
 

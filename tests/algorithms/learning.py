@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ended_runs import TwoTurns
+
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.tiny import build_model, build_tokenizer
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.base_env import BaseRewardFunction
 
 TEXTS = ["system\nBe brief.\n", "user\nSay 1.\nGo on.\nassistant\nAnswer: 85\n", "aeiou eau oui bcdfgh"] * 4
 QUIET = {
@@ -40,15 +42,6 @@ class Vowels(BaseRewardFunction):
     def __call__(self, messages: Any, ground_truth: Any, **kwargs: Any) -> float:
         said = "".join(message.content.lower() for message in messages if message.role == "assistant")
         return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
-
-
-class TwoTurns(BaseMDPEnv):
-    """Ask for more once, after any reply."""
-
-    continue_truncated = True
-
-    def respond(self, sample: Any) -> list[ChatMessage]:
-        return [ChatMessage("user", "Go on.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from golden_numbers import own
 from invariance import TableBackend, groups, look_up, sampled_table, table
 from packed import pack
 from torch import Tensor
@@ -40,11 +41,6 @@ MEMBERS = [one for group in GROUPS for one in group.trajectories]
 SAMPLED = sampled_table(GROUPS)
 OLD, REF, VALUES = SAMPLED + table(1, spread=0.2), SAMPLED + table(5, spread=0.3), table(3)
 NEW = SAMPLED + table(2, spread=0.4)
-
-
-def own(tensor: Tensor) -> Tensor:
-    """Return the tensor itself: the sum over one rank."""
-    return tensor
 
 
 def ids(one: Trajectory) -> list[int]:

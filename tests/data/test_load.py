@@ -10,7 +10,6 @@ import tracemalloc
 import datasets
 import pytest
 
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import BadRowError, ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.load import load_rows
@@ -63,15 +62,6 @@ def test_rows_with_messages_are_taken_as_they_are():
     assert [message["content"] for message in rows[0]["messages"]] == ["Be brief.", "hi"]
     assert rows[0]["level"] == 3
     assert row["messages"] == [{"role": "user", "content": "hi", "tool_calls": None}]
-
-
-def test_an_environment_takes_loaded_rows_as_its_dataset():
-    class Zero(BaseRewardFunction):
-        def __call__(self, messages, ground_truth, **kwargs):
-            return 0.0
-
-    env = BaseMDPEnv(load_rows([READY]), None, [Zero("zero")], batch_size=1, group_size=1)
-    assert env.dataset[0]["ground_truth"] == "2"
 
 
 def save_csv(path):

@@ -66,9 +66,6 @@ def turns(renderer, row, group=demonstration_group, learns_from="demonstrations"
     ]
 
 
-# --- nulls
-
-
 CALLS = [
     {"messages": [ASKED, called(name, **arguments), {"role": "tool", "content": "x"}, SAID], "tools": [tool]}
     for name, arguments, tool in (
@@ -120,9 +117,6 @@ def test_a_null_in_a_json_file_is_an_argument(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     (loaded,) = load_rows(tmp_path / "a.jsonl", learns_from="demonstrations")
     assert loaded["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": None}
-
-
-# --- tools and template variables
 
 
 FUNCTION = SCHEMA["function"]
@@ -252,9 +246,6 @@ def test_every_kind_of_answer_reads_the_tools_of_its_row(learns_from, renderer):
     assert learned == ["18C<|im_end|>"]
 
 
-# --- weights
-
-
 @pytest.mark.parametrize("name", SPECIALS)
 def test_weights_change_only_what_is_learned(name, tokenizers):
     made = Renderer(tokenizers[name], roles=("user",))
@@ -304,9 +295,6 @@ def test_a_row_in_which_nothing_is_learned_is_refused():
     assert load_rows([{"messages": [{**ASKED, "train": True}, SAID, ASKED]}], learns_from="worlds")
     empty = {"messages": [ASKED, {"role": "assistant", "content": "", "weight": 0}, ASKED, SAID]}
     assert load_rows([empty], learns_from="demonstrations")
-
-
-# --- thoughts and calls
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
@@ -391,9 +379,6 @@ def test_answers_beside_tools_are_calls_of_the_assistant(stored, options, render
 def test_answers_beside_tools_that_are_no_calls_are_refused(answers, reason):
     with pytest.raises(DataError, match=rf"dataset\[0\]: .*{reason}"):
         load_rows([{**CALLING, "answers": answers}], learns_from="demonstrations")
-
-
-# --- rows that cannot be used
 
 
 def test_lines_in_a_json_file_are_rows(tmp_path):
@@ -486,9 +471,6 @@ def test_columns_that_only_sound_like_media_are_columns():
     assert load_rows([row])[0]["image"] == row["image"]
 
 
-# --- system prompts, instructions and stored conversations
-
-
 def test_a_row_may_bring_its_system_prompt():
     system = {"role": "system", "content": "Be brief."}
     for name in ("system", "system_prompt"):
@@ -520,9 +502,6 @@ def test_a_conversation_may_be_stored_as_json_text():
     for write in (json.dumps, repr):
         with pytest.raises(DataError, match=r"message 2 of messages: .* no content"):
             load_rows([{"messages": write([ASKED, {"role": "assistant"}])}], learns_from="demonstrations")
-
-
-# --- pairs of strings
 
 
 def test_dialogues_in_strings_are_conversations():

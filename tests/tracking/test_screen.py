@@ -1,6 +1,5 @@
 """The live panel on real terminals, read with a terminal emulator."""
 
-
 import pytest
 from small_run import SmallRun
 from tracking.screen import Screen
