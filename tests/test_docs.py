@@ -202,8 +202,9 @@ def test_failures_in_the_readme_have_messages_and_proofs(sentences):
 
 def _said(message, sentences):
     """Return whether the source has a string with the parts of a message that are not …."""
-    pattern = re.compile(".*".join(re.escape(part) for part in message.split("…")), re.DOTALL)
-    return any(pattern.search(sentence) for sentence in sentences)
+    parts = message.split("…")
+    pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+    return any(all(map(sentence.__contains__, parts)) and pattern.search(sentence) for sentence in sentences)
 
 
 @pytest.mark.parametrize(
