@@ -7,9 +7,9 @@ from sweeps import sampled
 
 from rl4llm.algorithms import ALGORITHMS
 
-SAMPLE = ("grpo", "ppo")
-"""Without and with a critic. tests/trainers/test_preferences.py has what the methods for data, online DPO and distillation
-learn; the numbers of all methods are in test_golden and test_oracles."""
+SAMPLE = ("ppo",)
+"""With a critic. tests/trainers/test_training.py has what GRPO learns, test_preferences.py there what the methods for data,
+online DPO and distillation learn; the numbers of all methods are in test_golden and test_oracles."""
 
 
 @pytest.mark.parametrize("name", sampled(ALGORITHMS, SAMPLE))

@@ -205,7 +205,7 @@ SAVING = {
     "the other rank, before the manifest": Moment(rf"open {SCRATCH}/manifest.json w", victim=1),
 }
 SAMPLE = {  # tests/runs has the other moments, of one rank
-    "ddp": ("in the middle of a tensor", "before the pointer", "the other rank, before the manifest"),
+    "ddp": ("in the middle of a tensor", "the other rank, before the manifest"),
     "deepspeed": ("the other rank, with the moments",),
 }  # fmt: skip
 SAVED = ("before the pointer", "before pruning", "in the middle of pruning")
