@@ -130,7 +130,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def name_of(file):
-    """Return the path of a file of tests as it stands in LONGEST."""
+    """Return the path of a file of tests in the form of LONGEST."""
     tests = Path(__file__).parent
     return str(file.relative_to(tests).with_suffix("")) if file.is_relative_to(tests) else ""
 
