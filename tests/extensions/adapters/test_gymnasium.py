@@ -164,20 +164,14 @@ def test_gymnasium_ignoring_its_seed_fails_the_episode(tokenizer):
     assert said in result.failed[0].failure
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"task": "FrozenLaek-v1"}, "cannot be made: .*FrozenLake"),
-        ({"task": "no_such_module:X-v0"}, "cannot be made: .*no_such_module"),
-        (
-            {"task": "FrozenLake-v1", "task_options": {"slippery": True}},
-            "'slippery' is unknown.*Did you mean 'is_slippery'",
-        ),
-        ({"task": "FrozenLake-v1", "actions": ["left"]}, "4 different names, one for each action"),
-        ({"task": "CartPole-v1", "actions": ["left", "left"]}, "2 different names"),
-        ({"task": "Pendulum-v1"}, "has the action space Box.* Accepted: Discrete, Text"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"task": "FrozenLaek-v1"}, "cannot be made: .*FrozenLake"),
+    ({"task": "no_such_module:X-v0"}, "cannot be made: .*no_such_module"),
+    ({"task": "FrozenLake-v1", "task_options": {"slippery": True}}, "'slippery' is unknown.*Did you mean 'is_slippery'"),
+    ({"task": "FrozenLake-v1", "actions": ["left"]}, "4 different names, one for each action"),
+    ({"task": "CartPole-v1", "actions": ["left", "left"]}, "2 different names"),
+    ({"task": "Pendulum-v1"}, "has the action space Box.* Accepted: Discrete, Text"),
+])  # fmt: skip
 def test_unplayable_tasks_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         GymnasiumEnv.prompts("train", 1, **options)

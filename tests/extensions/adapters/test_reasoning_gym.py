@@ -65,18 +65,12 @@ def test_reasoning_splits_share_no_question_and_follow_the_seed(rows):
     }
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"task": "countdwon"}, "env.task='countdwon' is unknown.*Did you mean 'countdown'"),
-        (
-            {"task": "countdown", "task_options": {"min_number": 3}},
-            "'min_number' is unknown.*Did you mean 'min_numbers'",
-        ),
-        ({"task": "countdown", "split": "dev"}, "data.split='dev' is unknown. Known: test, train"),
-        ({"task": "countdown", "limit": 0}, "data.limit=0 is not accepted"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"task": "countdwon"}, "env.task='countdwon' is unknown.*Did you mean 'countdown'"),
+    ({"task": "countdown", "task_options": {"min_number": 3}}, "'min_number' is unknown.*Did you mean 'min_numbers'"),
+    ({"task": "countdown", "split": "dev"}, "data.split='dev' is unknown. Known: test, train"),
+    ({"task": "countdown", "limit": 0}, "data.limit=0 is not accepted"),
+])  # fmt: skip
 def test_what_the_library_does_not_have_is_refused_by_name(given, said):
     with pytest.raises(ConfigError, match=said):
         reasoning_prompts(**{"split": "train", "limit": 2, **given})
@@ -165,23 +159,11 @@ def test_calls_are_distinguished_from_arithmetic():
     )  # in the trainer it is only loaded by path
 
     harmless = [
-        "82 + 20 - (67*50)",
-        "[[1, 2], [3, -4]]",
-        "x**2/2 + sin(x)*exp(2*x) + C",
-        "1 2 3",
-        "it is (probably",
-        "()",
-    ]
+        "82 + 20 - (67*50)", "[[1, 2], [3, -4]]", "x**2/2 + sin(x)*exp(2*x) + C", "1 2 3", "it is (probably", "()",
+    ]  # fmt: skip
     harmful = [
-        "f(1)",
-        "().__class__",
-        "x.y(1)",
-        "sin('print(1)')",
-        "sin(f(1))",
-        "5! + print(1)",
-        "(a)(b)",
-        "print\\\n(1)",
-    ]
+        "f(1)", "().__class__", "x.y(1)", "sin('print(1)')", "sin(f(1))", "5! + print(1)", "(a)(b)", "print\\\n(1)",
+    ]  # fmt: skip
     assert [text for text in harmless if calls_something(text)] == ["it is (probably"]
     assert [text for text in harmful if not calls_something(text)] == []
 

@@ -44,13 +44,9 @@ def real_python(tmp_path_factory):
 def python(real_python, tmp_path_factory):
     """Return verifiers' Python, which has imported it."""
     imported = (
-        "mcp",
-        "openai",
-        "verifiers.v1.clients",
-        "verifiers.v1.harnesses.null",
-        "verifiers.v1.tasksets",
+        "mcp", "openai", "verifiers.v1.clients", "verifiers.v1.harnesses.null", "verifiers.v1.tasksets",
         "verifiers.v1.utils.loaders",
-    )
+    )  # fmt: skip
     with warm_of(real_python, tmp_path_factory.mktemp("warm"), *imported) as path:
         yield path
 
@@ -166,20 +162,14 @@ def test_verifiers_errors_are_shown(python, given, said):
         verifiers_prompts("train", 2, **{"task": TASK, "python": python, **given})
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (
-            {"python": "/no/python"},
-            r"env.python='/no/python' cannot be started.*pip install 'verifiers>=0.4'",
-        ),
-        ({"python": sys.executable}, "has no verifiers with the interface of 0.4"),
-        ({"limit": 0}, "data.limit=0"),
-        ({"split": "validation"}, "data.split='validation'"),
-        ({"task": None}, "env.task=None"),
-        ({"options": "words"}, "env.options='words'"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"python": "/no/python"}, r"env.python='/no/python' cannot be started.*pip install 'verifiers>=0.4'"),
+    ({"python": sys.executable}, "has no verifiers with the interface of 0.4"),
+    ({"limit": 0}, "data.limit=0"),
+    ({"split": "validation"}, "data.split='validation'"),
+    ({"task": None}, "env.task=None"),
+    ({"options": "words"}, "env.options='words'"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(given, said):
     with pytest.raises(ConfigError, match=said):
         verifiers_prompts(**{"split": "train", "limit": 2, "task": TASK, "python": sys.executable, **given})
@@ -203,12 +193,8 @@ def test_a_set_of_few_tasks_names_the_way_out(tmp_path, split, way):
 def test_a_configuration_trains_on_tasks_of_verifiers(model_dir, tmp_path, python):
     small = SmallRun.at(tmp_path, model_dir)
     env = [
-        "env.name=verifiers",
-        f"env.task={TASK}",
-        f"env.python={python}",
-        "env.processes=2",
-        "data.path=null",
-    ]
+        "env.name=verifiers", f"env.task={TASK}", f"env.python={python}", "env.processes=2", "data.path=null",
+    ]  # fmt: skip
     assert main(["train", *small.into("run", *env, "rewards=null", "rollout.prompts=1", "max_steps=1")]) == 0
     (step,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert step["reward/verifiers"] == pytest.approx(step["env/right"] + step["env/short"])

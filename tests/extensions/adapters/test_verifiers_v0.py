@@ -47,12 +47,8 @@ def real_python(folder):
 def python(real_python, tmp_path_factory):
     """Return verifiers' Python, which has imported it."""
     imported = (
-        "datasets",
-        "openai",
-        "verifiers.clients",
-        "verifiers.envs.tool_env",
-        "verifiers.utils.env_utils",
-    )
+        "datasets", "openai", "verifiers.clients", "verifiers.envs.tool_env", "verifiers.utils.env_utils",
+    )  # fmt: skip
     with warm_of(real_python, tmp_path_factory.mktemp("warm"), *imported) as path:
         yield path
 

@@ -41,63 +41,36 @@ def error_of(response):
     return error
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (b"{not JSON", 400, "not JSON"),
-        (b"[" * 100_000, 400, "not JSON"),
-        (b"", 400, "not JSON"),
-        ([], 400, "must be a JSON object"),
-        ({}, 400, "messages must be a list"),
-        ({"messages": []}, 400, "at least one message"),
-        ({"messages": ["Hi"]}, 400, r"messages\[0\] must be an object with a role"),
-        ({"messages": [{"role": ["user"]}]}, 400, "one of system, developer, user"),
-        ({"messages": [{"role": "function", "content": "x"}]}, 400, "one of system, developer, user"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            400,
-            "the image None is not accepted",
-        ),
-        ({"messages": [{"role": "user", "content": 7}]}, 400, "list of text and image parts"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": "x"}]},
-            400,
-            "must end with a message to answer",
-        ),
-        (
-            {"messages": [USER, {"role": "assistant", "tool_calls": 3}, USER]},
-            400,
-            "tool_calls must be a list",
-        ),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}, USER]}, 400, "functions with names"),
-        ({"messages": [USER], "n": 2}, 400, "n=2 is not accepted"),
-        ({"messages": [USER], "top_logprobs": 5}, 400, "top_logprobs is not accepted"),
-        ({"messages": [USER], "max_tokens": 0}, 400, "max_tokens=0 is not accepted"),
-        (
-            {"messages": [USER], "max_completion_tokens": "9"},
-            400,
-            "max_completion_tokens='9' is not accepted",
-        ),
-        ({"messages": [USER], "stop": [""]}, 400, "stop="),
-        ({"messages": [USER], "stream": "yes"}, 400, "stream='yes' is not accepted"),
-        ({"messages": [USER], "tools": [{"name": "f"}]}, 400, "tools must be a list"),
-        ({"messages": [USER], "tools": 5}, 400, "tools must be a list"),
-        ({"messages": [USER], "no_such_field": {"a": 1}}, 400, "no_such_field={'a': 1} is not accepted"),
-        ({"messages": [USER | {"audio": {"id": "a"}}]}, 400, r"messages\[0\].audio is not read"),
-        ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, 400, "longer than any conversation"),
-        (
-            {"messages": [USER], "tools": [{"function": {"name": "x" * 10_000_000}}]},
-            400,
-            "longer than any conversation",
-        ),
-        ({"messages": [{"role": "user", "content": "number 7 " * 400}]}, 400, "the context length is 512"),
-        (
-            {"messages": [{"role": "user", "content": "x" * 65 * 1024**2}]},
-            413,
-            "[Mm]aximum request body size",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("body", "status", "message"), [
+    (b"{not JSON", 400, "not JSON"),
+    (b"[" * 100_000, 400, "not JSON"),
+    (b"", 400, "not JSON"),
+    ([], 400, "must be a JSON object"),
+    ({}, 400, "messages must be a list"),
+    ({"messages": []}, 400, "at least one message"),
+    ({"messages": ["Hi"]}, 400, r"messages\[0\] must be an object with a role"),
+    ({"messages": [{"role": ["user"]}]}, 400, "one of system, developer, user"),
+    ({"messages": [{"role": "function", "content": "x"}]}, 400, "one of system, developer, user"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "the image None is not accepted"),
+    ({"messages": [{"role": "user", "content": 7}]}, 400, "list of text and image parts"),
+    ({"messages": [USER, {"role": "assistant", "content": "x"}]}, 400, "must end with a message to answer"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": 3}, USER]}, 400, "tool_calls must be a list"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}, USER]}, 400, "functions with names"),
+    ({"messages": [USER], "n": 2}, 400, "n=2 is not accepted"),
+    ({"messages": [USER], "top_logprobs": 5}, 400, "top_logprobs is not accepted"),
+    ({"messages": [USER], "max_tokens": 0}, 400, "max_tokens=0 is not accepted"),
+    ({"messages": [USER], "max_completion_tokens": "9"}, 400, "max_completion_tokens='9' is not accepted"),
+    ({"messages": [USER], "stop": [""]}, 400, "stop="),
+    ({"messages": [USER], "stream": "yes"}, 400, "stream='yes' is not accepted"),
+    ({"messages": [USER], "tools": [{"name": "f"}]}, 400, "tools must be a list"),
+    ({"messages": [USER], "tools": 5}, 400, "tools must be a list"),
+    ({"messages": [USER], "no_such_field": {"a": 1}}, 400, "no_such_field={'a': 1} is not accepted"),
+    ({"messages": [USER | {"audio": {"id": "a"}}]}, 400, r"messages\[0\].audio is not read"),
+    ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, 400, "longer than any conversation"),
+    ({"messages": [USER], "tools": [{"function": {"name": "x" * 10_000_000}}]}, 400, "longer than any conversation"),
+    ({"messages": [{"role": "user", "content": "number 7 " * 400}]}, 400, "the context length is 512"),
+    ({"messages": [{"role": "user", "content": "x" * 65 * 1024**2}]}, 413, "[Mm]aximum request body size"),
+])  # fmt: skip
 def test_a_request_that_cannot_be_answered_gets_a_clear_error(play, tokenizer, body, status, message):
     agent, found = asking(body, {"messages": [USER]})
     result, client = play(agent, client=ScriptedClient(tokenizer, {"": ["Answer: 85"]}, context_length=512))

@@ -147,20 +147,11 @@ def test_an_answer_that_never_arrived_is_struck_out(talk):
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (
-            {"content": None, "tool_calls": [CALL]},
-            {"content": "", "tool_calls": [CALL], "refusal": None, "audio": None},
-        ),
-        (
-            {"tool_calls": [CALL]},
-            {"tool_calls": [{**CALL, "function": {"name": "f", "arguments": '{"x":1}'}}]},
-        ),
-        ({"content": "yes\n"}, {"content": [{"type": "text", "text": "yes"}]}),
-    ],
-)
+@pytest.mark.parametrize(("one", "other"), [
+    ({"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL], "refusal": None, "audio": None}),
+    ({"tool_calls": [CALL]}, {"tool_calls": [{**CALL, "function": {"name": "f", "arguments": '{"x":1}'}}]}),
+    ({"content": "yes\n"}, {"content": [{"type": "text", "text": "yes"}]}),
+])  # fmt: skip
 def test_ways_of_writing_the_same_message_are_equal(one, other):
     assert read_message({"role": "assistant", **one}) == read_message({"role": "assistant", **other})
 

@@ -254,25 +254,19 @@ BAD_RESPONSES = [
     ({"input": [{"role": "assistant", "content": "x"}]}, "input must end with a message to answer"),
     ({"input": [{"type": "reasoning", "summary": []}]}, r"input\[0\] must be an object with a type"),
     ({"input": [{"role": "user", "content": "x", "phases": 1}]}, r"input\[0\]\.phases is not read"),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
-        "the image 'u' is not",
-    ),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]}, "the image 'u' is not"),
     ({"tool_choice": "required", "tools": [TOOL]}, NO_CALL),
     ({"tool_choice": {"type": "function", "name": "f"}, "tools": [TOOL]}, NO_CALL),
     ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}}, NO_CALL),
     ({"tools": [{"type": "web_search"}]}, "tools must be functions"),
-    (
-        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}},
-        r"text\.format=.*" + NO_FORMAT,
-    ),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, r"text\.format=.*" + NO_FORMAT),
     ({"text": {"format": {"type": "json_object"}}}, NO_FORMAT),
     ({"parallel_tool_calls": False}, "parallel_tool_calls=False is not accepted"),
     ({"background": True}, "background=True is not accepted"),
     ({"include": ["file_search_call.results"]}, "include="),
     ({"conversation": "conv_1"}, "conversation='conv_1' is not accepted"),
     ({"previous_response_id": "resp_x"}, "previous_response_id='resp_x' is not an answer"),
-]
+]  # fmt: skip
 BAD_MESSAGES = [
     ({"messages": []}, "at least one message"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "must end with a message to answer"),

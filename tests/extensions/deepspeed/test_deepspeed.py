@@ -38,13 +38,8 @@ STAGES = [0, 1, 2, 3]
 SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 # Rounding decides about the sign of a step for gradients near 0; eps keeps it from mattering.
 OPTIONS = {
-    "lr": 1e-2,
-    "eps": 1e-3,
-    "weight_decay": 0.1,
-    "schedule": "linear",
-    "warmup_steps": 1,
-    "total_steps": 20,
-}
+    "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "schedule": "linear", "warmup_steps": 1, "total_steps": 20,
+}  # fmt: skip
 MICRO_BATCHES = 3  # per step and rank: more than any rank has, so that each fills up
 
 

@@ -36,18 +36,12 @@ def test_auto_and_disabled_sections_change_nothing():
 
 
 AUTO = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
     "bf16": {"enabled": "auto"},
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
-}
+}  # fmt: skip
 FILES = {  # in the styles that files of other projects have
     "all auto": AUTO
     | {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},
@@ -135,15 +129,11 @@ def test_contradictions_are_refused_with_both_sides(given, options, demands, nam
 
 def test_every_other_section_passes_through():
     given = {
-        "zero_optimization": {
-            "stage": 3,
-            "reduce_bucket_size": 5,
-            "offload_param": {"device": "cpu", "pin_memory": True},
-        },
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 5, "offload_param": {"device": "cpu", "pin_memory": True}},
         "comms_logger": {"enabled": True},
         "data_types": {"grad_accum_dtype": "bf16"},
         "wall_clock_breakdown": False,
-    }
+    }  # fmt: skip
     found = engine_config(given, ZeroOptions(offload_param=True), **BF16)
     assert {key: found[key] for key in given} == given
 

@@ -18,13 +18,9 @@ from tests.hostile import what_text_controls
 
 MOST_DIFFERENT, MOST_LOST = 0, 2
 LEAST = {
-    "templates": 70,
-    "usable in several turns": 66,
-    "usable with tools": 63,
-    "whose calls auto reads": 62,
-    "whose calls ran": 54,
-    "with demonstrations": 55,
-}
+    "templates": 70, "usable in several turns": 66, "usable with tools": 63, "whose calls auto reads": 62,
+    "whose calls ran": 54, "with demonstrations": 55,
+}  # fmt: skip
 ASKED = ChatMessage("user", "What is 37 + 48?")
 
 
@@ -98,12 +94,8 @@ def test_row_tells_that_tools_are_described():
 def odd_turns(renderer, tokenizer):
     """Return what engines may sample and no tokenizer would give: spaces, thoughts, special tokens, other ends."""
     said = [
-        " \n It is 85. \n",
-        "<think>\nSum.\n</think>\n\n85",
-        "<think>It never closes",
-        "",
-        "Zwölf 🙂 {{ 85 }}",
-    ]
+        " \n It is 85. \n", "<think>\nSum.\n</think>\n\n85", "<think>It never closes", "", "Zwölf 🙂 {{ 85 }}",
+    ]  # fmt: skip
     plain = turn(renderer, "It is 85.")
     yield [turn(renderer, said[0]), turn(renderer, said[1]), plain]
     yield [turn(renderer, said[2]), turn(renderer, said[3]), turn(renderer, said[4])]

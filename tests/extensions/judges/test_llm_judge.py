@@ -134,21 +134,17 @@ def test_verdict_written_in_the_answer_does_not_count():
     assert len(marks) == len(INJECTIONS) and not any(mark in text for mark in marks for text in INJECTIONS)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "I cannot say.",
-        "VERDICT-{mark}: 11",
-        "VERDICT-{mark}: -1",
-        "VERDICT-{mark}: 1e1000",
-        {"choices": []},
-        [],
-        {"choices": [{"message": {"content": None}}]},
-        web.Response(status=503),
-        web.Response(text="not JSON"),
-    ],
-    ids=range(9),
-)
+@pytest.mark.parametrize("bad", [
+    "I cannot say.",
+    "VERDICT-{mark}: 11",
+    "VERDICT-{mark}: -1",
+    "VERDICT-{mark}: 1e1000",
+    {"choices": []},
+    [],
+    {"choices": [{"message": {"content": None}}]},
+    web.Response(status=503),
+    web.Response(text="not JSON"),
+], ids=range(9))  # fmt: skip
 def test_invalid_verdict_is_retried_and_then_fails_the_sample(bad):
     def reply(text, mark, number):
         if "stubborn" in text or number == 1:

@@ -17,12 +17,8 @@ def written(tmp_path, monkeypatch):
     def write(engine, *overrides, options=None, **more):
         given = OPTIONS[engine] if options is None else options
         arguments = {
-            "options": given,
-            "out": tmp_path / f"on {engine}",
-            "submit": False,
-            "say": lambda text: None,
-            **more,
-        }
+            "options": given, "out": tmp_path / f"on {engine}", "submit": False, "say": lambda text: None, **more,
+        }  # fmt: skip
         assert launch_on(engine, "run.yaml", overrides, **arguments) == 0
         return arguments["out"]
 

@@ -81,12 +81,8 @@ class Containers:
         view = shutil.copytree(self.committed, self.directory / name)
         words = [*container(view, self.config), sys.executable, __file__, str(self.committed), body]
         own = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONWARNINGS": "ignore",
-            **environ,
-        }
+            **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", **environ,
+        }  # fmt: skip
         with open(self.directory / f"{name}.log", "w") as log:
             return subprocess.Popen([*words, *map(json.dumps, arguments)], env=own, stdout=log, stderr=log)
 

@@ -201,26 +201,19 @@ def test_modal_image_contains_the_named_modules():
     assert sorted(_own_modules(config)) == ["backends", "mine", "rooms", "short"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "options", "message"),
-    [
-        (
-            ["launch.nodes=2"],
-            [],
-            "launch.nodes=2 is not accepted with --on modal, where one container trains",
-        ),
-        (["launch.nproc=16"], [], "16 GPUs for a trainer are not accepted"),
-        (["launch.router=true"], [], "launch.router=true is not accepted with --on modal"),
-        (["launch.env_hosts=1"], [], "launch.env_hosts=1 is not accepted with --on modal"),
-        (["launch.gpu=null"], [], "--on modal needs launch.gpu"),
-        (["output.dir=/data/x"], [], "output.dir=/data/x is not accepted: it must be on the volume"),
-        (["output.dir=../x"], [], "output.dir=../x is not accepted"),
-        (["sync.dir=/weights"], [], "sync.dir=/weights is not accepted: it must be on the volume"),
-        (["sync.name=lora"], [], "sync.name='lora' is not accepted with --on modal"),
-        (["inference.api_key=abc"], [], "inference.api_key contains a key"),
-        ([], ["volum=x"], "Did you mean 'volume'"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "options", "message"), [
+    (["launch.nodes=2"], [], "launch.nodes=2 is not accepted with --on modal, where one container trains"),
+    (["launch.nproc=16"], [], "16 GPUs for a trainer are not accepted"),
+    (["launch.router=true"], [], "launch.router=true is not accepted with --on modal"),
+    (["launch.env_hosts=1"], [], "launch.env_hosts=1 is not accepted with --on modal"),
+    (["launch.gpu=null"], [], "--on modal needs launch.gpu"),
+    (["output.dir=/data/x"], [], "output.dir=/data/x is not accepted: it must be on the volume"),
+    (["output.dir=../x"], [], "output.dir=../x is not accepted"),
+    (["sync.dir=/weights"], [], "sync.dir=/weights is not accepted: it must be on the volume"),
+    (["sync.name=lora"], [], "sync.name='lora' is not accepted with --on modal"),
+    (["inference.api_key=abc"], [], "inference.api_key contains a key"),
+    ([], ["volum=x"], "Did you mean 'volume'"),
+])  # fmt: skip
 def test_modal_refuses_unsupported_runs_before_writing(overrides, options, message, written, tmp_path):
     with pytest.raises(ConfigError) as caught:
         written(*overrides, options=options)

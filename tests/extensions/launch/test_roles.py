@@ -119,12 +119,8 @@ def test_every_part_gets_the_hosts_of_its_environment():
 def test_an_embedded_server_computes_as_the_trainer(monkeypatch):
     monkeypatch.setenv("RL4LLM_SERVER_KEY", "k")
     own = [
-        "model.dtype=bfloat16",
-        "model.autocast=none",
-        "model.vision=frozen",
-        "deterministic=true",
-        "threads=2",
-    ]
+        "model.dtype=bfloat16", "model.autocast=none", "model.vision=frozen", "deterministic=true", "threads=2",
+    ]  # fmt: skip
     shape = ["inference.name=embedded", "launch.server_gpus=1", "launch.router=false"]
     words = line("server", 0, *shape, *own, "launch.server_flags=[inference.max_rows=8]")
     command = server_command("embedded", words[words.index("--restarts") + 2 :], python="python3")

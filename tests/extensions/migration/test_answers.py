@@ -19,20 +19,14 @@ from rl4llm.extensions.migration.answers import of_key
 from rl4llm.extensions.migration.names import NAMES, of_name
 
 
-@pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ("data.train_batch_size", "a key of verl: here it is `rollout.prompts`"),
-        ("+actor_rollout_ref.rollout.n", "a key of verl: here it is `rollout.group_size`"),
-        ("actor_rollout_ref.rollout.enforce_eager", "no counterpart: an option of the server"),
-        (
-            "num_generation",
-            "Did you mean 'num_generations'? It is a key of TRL: here it is `rollout.group_size`",
-        ),
-        ("num_generations", "a key of TRL: here it is `rollout.group_size`"),
-        ("rollout.num_generations", "a key of TRL: here it is `rollout.group_size`"),
-    ],
-)
+@pytest.mark.parametrize(("key", "said"), [
+    ("data.train_batch_size", "a key of verl: here it is `rollout.prompts`"),
+    ("+actor_rollout_ref.rollout.n", "a key of verl: here it is `rollout.group_size`"),
+    ("actor_rollout_ref.rollout.enforce_eager", "no counterpart: an option of the server"),
+    ("num_generation", "Did you mean 'num_generations'? It is a key of TRL: here it is `rollout.group_size`"),
+    ("num_generations", "a key of TRL: here it is `rollout.group_size`"),
+    ("rollout.num_generations", "a key of TRL: here it is `rollout.group_size`"),
+])  # fmt: skip
 def test_unknown_key_of_another_project_is_answered(key, said):
     with pytest.raises(ConfigError, match="Unknown configuration key: ") as caught:
         load_config(overrides={"model.path": "m", key: 1})
@@ -73,18 +67,12 @@ def test_suggestion_weighs_the_whole_path(key, meant):
     assert (hint in str(caught.value)) == (meant is not None)
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("train --actor_rollout_ref.rollout.n 3 x.yaml", "is a key of verl: here it is `rollout.group_size`"),
-        (
-            "train model.path=m training.lr=1",
-            "'model.path=m' is a key, but the first argument is a configuration file",
-        ),
-        ("train configs/dpo.yaml --foo", "unrecognized arguments: --foo"),
-        ("eval --model", "argument --model: expected one argument"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("train --actor_rollout_ref.rollout.n 3 x.yaml", "is a key of verl: here it is `rollout.group_size`"),
+    ("train model.path=m training.lr=1", "'model.path=m' is a key, but the first argument is a configuration file"),
+    ("train configs/dpo.yaml --foo", "unrecognized arguments: --foo"),
+    ("eval --model", "argument --model: expected one argument"),
+])  # fmt: skip
 def test_command_line_is_answered(line, said, capsys):
     with contextlib.suppress(SystemExit):
         assert main(line.split()) == 2

@@ -66,19 +66,13 @@ def test_a_column_of_images_turns_vision_on():
     ) and "vision:" not in other.text("head")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("", {"critic_lr: 1.0e-05": "critic.optim.lr=1.0e-05, the default of verl"}),
-        ("critic.optim.lr=3e-6", {"critic_lr: 3.0e-06": "critic.optim.lr=3.0e-06"}),
-        (
-            "actor_rollout_ref.actor.ppo_epochs=2",
-            {"critic_epochs: 2": "actor_rollout_ref.actor.ppo_epochs=2"},
-        ),
-        ("critic.ppo_epochs=3", {"critic_epochs: 3": "critic.ppo_epochs=3"}),
-        ("trainer.critic_warmup=5", {"critic_warmup_steps: 5": "trainer.critic_warmup=5"}),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ("", {"critic_lr: 1.0e-05": "critic.optim.lr=1.0e-05, the default of verl"}),
+    ("critic.optim.lr=3e-6", {"critic_lr: 3.0e-06": "critic.optim.lr=3.0e-06"}),
+    ("actor_rollout_ref.actor.ppo_epochs=2", {"critic_epochs: 2": "actor_rollout_ref.actor.ppo_epochs=2"}),
+    ("critic.ppo_epochs=3", {"critic_epochs: 3": "critic.ppo_epochs=3"}),
+    ("trainer.critic_warmup=5", {"critic_warmup_steps: 5": "trainer.critic_warmup=5"}),
+])  # fmt: skip
 def test_critic_has_the_numbers_of_verl(given, said):
     lines = converted(f"verl.trainer.main_ppo {given}").text("head").splitlines()
     others = {"value_clip: 0.5": "critic.cliprange_value=0.5, the default of verl"}
@@ -186,16 +180,9 @@ export E=1
 F=2 run "${D[@]}" n=$N o=$(hostname) q=${U:-$HOME/x} \\
    r=1e-6 $@ > log"""
     expected = [
-        "run",
-        "k=x y",
-        "l=$A",
-        "m=['8','${oc.env:HOME}']",
-        "n=8",
-        "o=$(hostname)",
-        "q=${oc.env:HOME}/x",
-        "r=1e-6",
+        "run", "k=x y", "l=$A", "m=['8','${oc.env:HOME}']", "n=8", "o=$(hostname)", "q=${oc.env:HOME}/x", "r=1e-6",
         "",
-    ]
+    ]  # fmt: skip
     assert commands(text.replace("; if", "\nif"))[-1] == [word for word in expected if word]
 
 

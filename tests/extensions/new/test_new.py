@@ -96,12 +96,8 @@ def test_a_new_task_is_checked_played_and_trained(
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
     keys = [
-        "max_steps=2",
-        "rollout.prompts=1",
-        "rollout.group_size=2",
-        "rollout.max_tokens=8",
-        "eval.limit=1",
-    ]
+        "max_steps=2", "rollout.prompts=1", "rollout.group_size=2", "rollout.max_tokens=8", "eval.limit=1",
+    ]  # fmt: skip
     assert main(["train", "task.yaml", *keys]) == 0
 
 

@@ -466,20 +466,13 @@ def test_a_host_that_hangs_is_lost_when_its_time_is_over(remote, play, monkeypat
         assert told(again) == told(whole)
 
 
-@pytest.mark.parametrize(
-    ("text", "failure_class", "message"),
-    [
-        ("raise", "env/raised", "Stumbles.respond raised RuntimeError: the dice fell off the table"),
-        (
-            "stick",
-            "env/raised",
-            "Stumbles.end_episode raised OSError: it cannot be closed (tests/extensions/remote/",
-        ),
-        ("hang", "env/timeout", "Stumbles.respond took more than 1 s"),
-        ("surrogate", "env/raised", "surrogates not allowed"),
-        ("huge", "env/raised", "a message may have at most 1 MB"),
-    ],
-)
+@pytest.mark.parametrize(("text", "failure_class", "message"), [
+    ("raise", "env/raised", "Stumbles.respond raised RuntimeError: the dice fell off the table"),
+    ("stick", "env/raised", "Stumbles.end_episode raised OSError: it cannot be closed (tests/extensions/remote/"),
+    ("hang", "env/timeout", "Stumbles.respond took more than 1 s"),
+    ("surrogate", "env/raised", "surrogates not allowed"),
+    ("huge", "env/raised", "a message may have at most 1 MB"),
+])  # fmt: skip
 def test_error_on_a_host_fails_only_its_episode(
     host, remote, play, monkeypatch, text, failure_class, message
 ):
@@ -509,20 +502,12 @@ def test_reward_that_breaks_its_contract_on_a_host_stops_the_run(host, remote, p
         play(env)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "specs", "message"),
-    [
-        (
-            "tol",
-            {},
-            [],
-            "env.name='tol' is unknown. Known: chat, debate, hosted_envs:Duel, .* Did you mean 'tool'",
-        ),
-        ("tool", {"tools": ["calculater"]}, ["math"], "Did you mean 'calculator'"),
-        ("chat", {}, ["mth"], "Did you mean 'math'"),
-        ("chat", {}, ["hosted_envs:Refuses"], "this reward refuses to exist"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "specs", "message"), [
+    ("tol", {}, [], "env.name='tol' is unknown. Known: chat, debate, hosted_envs:Duel, .* Did you mean 'tool'"),
+    ("tool", {"tools": ["calculater"]}, ["math"], "Did you mean 'calculator'"),
+    ("chat", {}, ["mth"], "Did you mean 'math'"),
+    ("chat", {}, ["hosted_envs:Refuses"], "this reward refuses to exist"),
+])  # fmt: skip
 def test_what_a_host_cannot_do_is_refused_before_anything_starts(host, remote, name, options, specs, message):
     with pytest.raises(ConfigError, match=message) as caught:
         remote([host], name, rows("Guess."), specs, **options)

@@ -27,15 +27,9 @@ STDIN = Stdin(tuple((f"{n}\n", f"{value}\n") for n, value in ANSWERS.items()))
 LOOP = Asserts((f"assert all(map(lambda n: solve(n) == {ANSWERS}[n], {list(ANSWERS)}))",))
 NESTED = Asserts((f"assert solve([solve(3)]) == {ANSWERS}[3]",))
 KINDS = {
-    "loop": LOOP,
-    "nested": NESTED,
-    "calls": CALLS,
-    "asserts": ASSERTS,
-    "check": CHECK,
-    "suite": SUITE,
-    "stdin": STDIN,
-    "script": None,
-}
+    "loop": LOOP, "nested": NESTED, "calls": CALLS, "asserts": ASSERTS, "check": CHECK, "suite": SUITE,
+    "stdin": STDIN, "script": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

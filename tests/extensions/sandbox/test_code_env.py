@@ -278,13 +278,8 @@ def test_invalid_rows_and_options_are_refused_at_the_start(tokenizer):
 
     def make(columns=(), sandbox=runner, **options):
         rows = [
-            {
-                "prompt_id": "p7",
-                "messages": [{"role": "user", "content": "x"}],
-                "ground_truth": HIDDEN,
-                **dict(columns),
-            }
-        ]
+            {"prompt_id": "p7", "messages": [{"role": "user", "content": "x"}], "ground_truth": HIDDEN, **dict(columns)},
+        ]  # fmt: skip
         return CodeEnv(rows, tokenizer, [CodeReward(sandbox=sandbox)], 1, 1, sandbox=sandbox, **options)
 
     with pytest.raises(DataError, match=r"Prompt 'p7': public_tests=\{'inputs'.*does not contain tests"):

@@ -517,14 +517,8 @@ def test_requests_of_openai_are_refused_by_name(url, one_by_one):
 
 def test_forms_of_websites_cannot_send_requests(url):
     asked = [
-        "curl",
-        "-s",
-        "-d",
-        '{"mode": "abort"}',
-        "-H",
-        "Content-Type: text/plain",
-        f"{url}/pause_generation",
-    ]
+        "curl", "-s", "-d", '{"mode": "abort"}', "-H", "Content-Type: text/plain", f"{url}/pause_generation",
+    ]  # fmt: skip
     answer = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     assert "Content-Type must be application/json" in answer
 

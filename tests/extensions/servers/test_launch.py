@@ -94,17 +94,9 @@ def launch(stand_in, tmp_path):
 
     def start(*flags, mode="serves", command=LAUNCHER, stderr=subprocess.PIPE):
         own = [
-            "--python",
-            stand_in,
-            "--log",
-            tmp_path / "log",
-            "--pids",
-            tmp_path / "pids",
-            "--mode",
-            mode,
-            "--port",
+            "--python", stand_in, "--log", tmp_path / "log", "--pids", tmp_path / "pids", "--mode", mode, "--port",
             "0",
-        ]
+        ]  # fmt: skip
         process = subprocess.Popen(
             [*command, *map(str, own), *flags], stderr=stderr, text=True, start_new_session=True
         )
@@ -418,17 +410,8 @@ def words(*flags, engine="sglang", **options):
 
 def test_every_flag_of_the_server_goes_through_as_it_is(launch, tmp_path):
     given = [
-        "--tp",
-        "2",
-        "--cpu-offload-gb=4",
-        "--py-spy",
-        "--log-level",
-        "info",
-        "--model-path",
-        "m",
-        "-x",
-        '{"a": 1}',
-    ]
+        "--tp", "2", "--cpu-offload-gb=4", "--py-spy", "--log-level", "info", "--model-path", "m", "-x", '{"a": 1}',
+    ]  # fmt: skip
     launcher = launch(*given)
     until_ready(launcher)
     server = server_in(family_of(launcher)).cmdline()

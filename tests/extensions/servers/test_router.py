@@ -35,20 +35,9 @@ class Started:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log, self._said = directory / f"{self.port}.log", directory / f"{self.port}.said"
         words = [
-            "rl4llm",
-            "serve",
-            "--engine",
-            "embedded",
-            "--cpu",
-            "--restarts",
-            "1",
-            "--port",
-            self.port,
-            "--log",
-            self.log,
-            model_dir,
-            "model.autocast=none",
-        ]
+            "rl4llm", "serve", "--engine", "embedded", "--cpu", "--restarts", "1", "--port", self.port, "--log",
+            self.log, model_dir, "model.autocast=none",
+        ]  # fmt: skip
         with open(self._said, "wb") as said:
             command = [sys.executable, "-m", *map(str, words)]
             self.launcher = subprocess.Popen(command, stderr=said, start_new_session=True)

@@ -186,16 +186,12 @@ def test_an_incomplete_reply_is_a_failed_attempt(play, name):
 
 
 DAMAGED = {
-    "NaN": _logprob(math.nan),
-    "null": _logprob(None),
-    "infinite": _logprob(-math.inf),
-    "text": _logprob("-1.0"),
-    "above 0": _logprob(0.5),
-    "beyond all floats": _logprob(-(10**400)),
+    "NaN": _logprob(math.nan), "null": _logprob(None), "infinite": _logprob(-math.inf), "text": _logprob("-1.0"),
+    "above 0": _logprob(0.5), "beyond all floats": _logprob(-(10**400)),
     "one less": edited(lambda answer: answer["meta_info"]["output_token_logprobs"].pop()),
     "of other tokens": edited(lambda answer: answer["output_ids"].reverse()),
     "all null": _meta(output_token_logprobs=None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(DAMAGED))

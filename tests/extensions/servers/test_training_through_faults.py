@@ -37,15 +37,9 @@ def seeded_faults(seed, struck):
     """Return ten faults of ten kinds, by path and number of the request; `struck` gets the name of each that struck."""
     draw = random.Random(seed)
     kinds = {
-        "killed": kill(),
-        "killed after its work": kill(after=True),
-        "reset": reset(),
-        "500": status(500),
-        "hung": hang(),
-        "half a body": half_body(),
-        "no JSON": text("<html>"),
-        "NaN log-probs": edited(nan_logprobs),
-    }
+        "killed": kill(), "killed after its work": kill(after=True), "reset": reset(), "500": status(500),
+        "hung": hang(), "half a body": half_body(), "no JSON": text("<html>"), "NaN log-probs": edited(nan_logprobs),
+    }  # fmt: skip
 
     def noted(name, kind):
         async def fault(*arguments):

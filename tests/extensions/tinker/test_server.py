@@ -135,22 +135,15 @@ def dro(batch, logprobs_BT, entropy_BT):
     return -batch.advantages_BT * logprobs_BT + 0.3 / 2 * squared_BT, {}
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "ours"),
-    [
-        ("cross_entropy", {}, SFT().token_losses),
-        ("importance_sampling", {}, GRPO(clip_low=1.0, clip_high=NEVER).token_losses),
-        ("ppo", {}, GRPO(clip_low=0.2, clip_high=0.2).token_losses),
-        (
-            "ppo",
-            {"clip_low_threshold": 0.5, "clip_high_threshold": 3},
-            GRPO(clip_low=0.5, clip_high=2.0).token_losses,
-        ),
-        ("cispo", {"clip_high_threshold": 1.1}, CISPO(clip_high=0.1).token_losses),
-        ("gspo", {}, GSPOToken(clip_low=0.2, clip_high=0.2).token_losses),
-        ("dro", {"beta": 0.3}, dro),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "ours"), [
+    ("cross_entropy", {}, SFT().token_losses),
+    ("importance_sampling", {}, GRPO(clip_low=1.0, clip_high=NEVER).token_losses),
+    ("ppo", {}, GRPO(clip_low=0.2, clip_high=0.2).token_losses),
+    ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3}, GRPO(clip_low=0.5, clip_high=2.0).token_losses),
+    ("cispo", {"clip_high_threshold": 1.1}, CISPO(clip_high=0.1).token_losses),
+    ("gspo", {}, GSPOToken(clip_low=0.2, clip_high=0.2).token_losses),
+    ("dro", {"beta": 0.3}, dro),
+])  # fmt: skip
 def test_losses_and_gradients_are_the_algorithms(server, client, name, options, ours):
     data = demonstrations() if name == "cross_entropy" else rollouts(masked=name == "gspo")
     model_id = client.model(seed=3)
@@ -354,30 +347,21 @@ def test_a_step_on_a_gradient_that_is_not_finite_is_an_error(client):
     assert client.do("optim_step", model_id=model, seq_id=5, adam_params=LEARNS)["metrics"]["grad_norm:mean"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (
-            {"params": {"max_tokens": 0}},
-            "sampling_params.max_tokens=0 is not accepted: a whole number, 1 or above",
-        ),
-        ({"params": {"max_tokens": 2.5}}, "sampling_params.max_tokens=2.5 is not accepted"),
-        ({"params": {"temperature": "hot"}}, "sampling_params.temperature='hot' is not accepted"),
-        ({"params": {"stop": 7}}, "sampling_params.stop=7 is not accepted"),
-        ({"count": 0}, "num_samples=0 is not accepted"),
-        ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1 is not accepted. Accepted: 0 to"),
-        ({"topk_sample_logprobs": -1}, "topk_sample_logprobs=-1 is not accepted"),
-        (
-            {"prompt_logprobs": True, "prompt_logprobs_last_n": 5},
-            "prompt_logprobs_last_n=5 .* Accepted: 1 to 4",
-        ),
-        ({"tokens": [3, 10**6], "prompt_logprobs": True}, "token id 1000000. Accepted: 0 to"),
-        ({"tokens": [3, 4.5]}, r"token id 4\.5\. Accepted: 0 to"),
-        ({"tokens": [3] * 512, "prompt_logprobs": True}, "has 512 tokens. Accepted: 1 to 511"),
-        ({"tokens": [3] * 513, **SCORED}, "has 513 tokens. Accepted: 1 to 512"),
-        ({"tokens": [], "prompt_logprobs": True}, "has 0 tokens. Accepted: 1 to 511"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "message"), [
+    ({"params": {"max_tokens": 0}}, "sampling_params.max_tokens=0 is not accepted: a whole number, 1 or above"),
+    ({"params": {"max_tokens": 2.5}}, "sampling_params.max_tokens=2.5 is not accepted"),
+    ({"params": {"temperature": "hot"}}, "sampling_params.temperature='hot' is not accepted"),
+    ({"params": {"stop": 7}}, "sampling_params.stop=7 is not accepted"),
+    ({"count": 0}, "num_samples=0 is not accepted"),
+    ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1 is not accepted. Accepted: 0 to"),
+    ({"topk_sample_logprobs": -1}, "topk_sample_logprobs=-1 is not accepted"),
+    ({"prompt_logprobs": True, "prompt_logprobs_last_n": 5}, "prompt_logprobs_last_n=5 .* Accepted: 1 to 4"),
+    ({"tokens": [3, 10**6], "prompt_logprobs": True}, "token id 1000000. Accepted: 0 to"),
+    ({"tokens": [3, 4.5]}, r"token id 4\.5\. Accepted: 0 to"),
+    ({"tokens": [3] * 512, "prompt_logprobs": True}, "has 512 tokens. Accepted: 1 to 511"),
+    ({"tokens": [3] * 513, **SCORED}, "has 513 tokens. Accepted: 1 to 512"),
+    ({"tokens": [], "prompt_logprobs": True}, "has 0 tokens. Accepted: 1 to 511"),
+])  # fmt: skip
 def test_a_sample_that_cannot_be_drawn_is_refused_by_name(client, asked, message, caplog):
     sampler = client.sampler(base_model=NAME)
     with pytest.raises(Refused, match=message):

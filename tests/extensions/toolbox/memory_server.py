@@ -11,13 +11,9 @@ from pathlib import Path
 
 ARGUMENTS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 TOOLS = [
-    {
-        "name": "remember",
-        "description": "Keep a text, and return all that are kept.",
-        "inputSchema": ARGUMENTS,
-    },
+    {"name": "remember", "description": "Keep a text, and return all that are kept.", "inputSchema": ARGUMENTS},
     {"name": "break", "description": "End the server, or sleep.", "inputSchema": ARGUMENTS},
-]
+]  # fmt: skip
 kept = []
 
 

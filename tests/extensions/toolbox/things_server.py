@@ -27,14 +27,10 @@ PARTS = {
     "false text": [bytes_of("memo://4", "text/plain", b"\xff\xfe")],
     "link": [types.ResourceLink(**LINK, size=12345, description="The report.")],
     "short link": [types.ResourceLink(type="resource_link", name="report", uri="file:///r.pdf")],
-    "image": [
-        types.ImageContent(type="image", data=base64.b64encode(bytes(70)).decode(), mime_type="image/png")
-    ],
-    "sound": [
-        types.AudioContent(type="audio", data=base64.b64encode(bytes(5)).decode(), mime_type="audio/wav")
-    ],
+    "image": [types.ImageContent(type="image", data=base64.b64encode(bytes(70)).decode(), mime_type="image/png")],
+    "sound": [types.AudioContent(type="audio", data=base64.b64encode(bytes(5)).decode(), mime_type="audio/wav")],
     "nothing": [types.TextContent(type="text", text="")],
-}
+}  # fmt: skip
 parties = {}
 server = MCPServer("things", log_level="CRITICAL")
 

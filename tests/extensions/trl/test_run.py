@@ -11,14 +11,9 @@ from rl4llm.extensions.trl.rewards import reward_functions
 from rl4llm.rewards.scoring import score
 
 SMALL = {
-    "per_device_train_batch_size": 4,
-    "num_generations": 2,
-    "max_completion_length": 4,
-    "max_steps": 1,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "use_cpu": True,
-}
+    "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4, "max_steps": 1,
+    "bf16": False, "gradient_checkpointing": False, "use_cpu": True,
+}  # fmt: skip
 
 
 def samples(count=3):

@@ -288,25 +288,13 @@ def test_quantized_weights_are_refused():
     assert get_quantization_config(ModelConfig()) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (
-            "from trl.experimental.online_dpo import OnlineDPOTrainer",
-            "trl.experimental.online_dpo has no counterpart",
-        ),
-        ("from trl import PPOConfig", "trl.PPOConfig has no counterpart .* algorithm.critic_lr"),
-        (
-            "trainer.push_to_hub(dataset_name='a')",
-            "script.py:1: push_to_hub has no counterpart: .* --no-push",
-        ),
-        ("this is no script", "is not a Python script: invalid syntax"),
-        (
-            "import a_package_that_nobody_has",
-            "needs the package 'a_package_that_nobody_has', which is not installed",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "why"), [
+    ("from trl.experimental.online_dpo import OnlineDPOTrainer", "trl.experimental.online_dpo has no counterpart"),
+    ("from trl import PPOConfig", "trl.PPOConfig has no counterpart .* algorithm.critic_lr"),
+    ("trainer.push_to_hub(dataset_name='a')", "script.py:1: push_to_hub has no counterpart: .* --no-push"),
+    ("this is no script", "is not a Python script: invalid syntax"),
+    ("import a_package_that_nobody_has", "needs the package 'a_package_that_nobody_has', which is not installed"),
+])  # fmt: skip
 def test_script_is_refused_before_it_trains(place, text, why):
     with pytest.raises(ConfigError, match=why.replace(" .* ", ".*")):
         run_script(write(place, text), [])

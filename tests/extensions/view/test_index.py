@@ -24,14 +24,8 @@ def column(index, name):
 
 def line(**fields):
     row = {
-        "step": 1,
-        "prompt_id": "p",
-        "sample": 0,
-        "turns": 1,
-        "tokens": 1,
-        "reward": 1.0,
-        "stop_reason": "done",
-    }
+        "step": 1, "prompt_id": "p", "sample": 0, "turns": 1, "tokens": 1, "reward": 1.0, "stop_reason": "done",
+    }  # fmt: skip
     messages = fields.pop("messages", [{"role": "user", "content": "hello"}])
     return json.dumps({**row, **fields, "messages": messages, "spans": [], "extras": {}}) + "\n"
 

@@ -292,12 +292,8 @@ def test_two_runs_show_how_their_last_values_differ(page):
 
 def test_timeline_shows_who_waited_for_whom(browser, tmp_path):
     times = {
-        "time/step": 10.0,
-        "time/rollout": 6.0,
-        "time/update": 3.0,
-        "time/publish": 1.0,
-        "fleet/idle": 0.25,
-    }
+        "time/step": 10.0, "time/rollout": 6.0, "time/update": 3.0, "time/publish": 1.0, "fleet/idle": 0.25,
+    }  # fmt: skip
     steps = [{"step": step, "staleness": 0.5, "reward/mean": 0.1, **times} for step in range(1, 15)]
     steps[-1] |= {"time/step": 5.0, "time/rollout": 1.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))

@@ -103,18 +103,14 @@ def test_an_episode_that_is_given_up_is_not_stored(played):
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("body", "headers", "status"),
-    [
-        ("text=42", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
-        ("{}", JSON, 400),
-        ('{"text": 42}', JSON, 400),
-        ('{"text": "  "}', JSON, 400),
-        ("[", JSON, 400),
-        ('{"text": "42"}', JSON | {"Host": "evil.example"}, 403),
-    ],
-    ids=["form", "absent", "number", "empty", "broken", "host"],
-)
+@pytest.mark.parametrize(("body", "headers", "status"), [
+    ("text=42", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    ("{}", JSON, 400),
+    ('{"text": 42}', JSON, 400),
+    ('{"text": "  "}', JSON, 400),
+    ("[", JSON, 400),
+    ('{"text": "42"}', JSON | {"Host": "evil.example"}, 403),
+], ids=["form", "absent", "number", "empty", "broken", "host"])  # fmt: skip
 def test_other_requests_answer_nothing(played, body, headers, status):
     app, _ = played()
     with hosting(app) as url:

@@ -50,13 +50,9 @@ def test_a_name_that_only_resolves_to_loopback_is_refused(url):
     port = url.rstrip("/").rpartition(":")[2]
     for path in ("/", "/page/main.js", "/api/runs"):
         others = (
-            "evil.example",
-            f"evil.example:{port}",
-            "127.0.0.1.evil.example",
-            "localhost.evil.example",
-            "localhost:1@evil",
-            "",
-        )
+            "evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example",
+            "localhost:1@evil", "",
+        )  # fmt: skip
         for host in others:
             status, _, body = request(url, path, Host=host)
             assert status in (400, 403) and b"config" not in body, host

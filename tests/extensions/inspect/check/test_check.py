@@ -244,16 +244,8 @@ def test_adapter_that_is_not_merged_whole_fails(small, lost, monkeypatch):
 
     monkeypatch.setattr(LoraAdapter, "merged_parameters", without)
     names = (
-        "data",
-        "tokenizer",
-        "rewards",
-        "environment",
-        "template",
-        "model",
-        "episodes",
-        "merge",
-        "publish",
-    )
+        "data", "tokenizer", "rewards", "environment", "template", "model", "episodes", "merge", "publish",
+    )  # fmt: skip
     results = on(small({"model.lora.rank": 2}), *names)
     assert failed(results["merge"], "model.lora.targets") if lost else results["merge"].status == "passed"
     assert results["publish"].status == "passed"  # all weights are as they were

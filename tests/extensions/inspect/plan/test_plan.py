@@ -25,13 +25,9 @@ from rl4llm.inference.local import GRAPHS, LocalClient
 
 GIB, WITHIN = 2**30, 0.2
 QUIET = {
-    "model.autocast": "none",
-    "tracking.tensorboard": False,
-    "tracking.episodes_every": 0,
-    "eval.every": 0,
-    "threads": 1,
-    "max_steps": 2,
-}
+    "model.autocast": "none", "tracking.tensorboard": False, "tracking.episodes_every": 0, "eval.every": 0,
+    "threads": 1, "max_steps": 2,
+}  # fmt: skip
 
 
 def saved_model(directory, tokenizer, hidden, layers):
