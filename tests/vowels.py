@@ -19,22 +19,6 @@ class Vowels(BaseRewardFunction):
         return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
 
 
-async def asks_twice(task, base_url, api_key):
-    """Act as an agent that knows nothing of training."""
-    import openai
-
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        said = task["messages"]
-        for _ in range(2):
-            answer = (
-                (await client.chat.completions.create(model="policy", messages=said))
-                .choices[0]
-                .message.content
-            )
-            said = [*said, {"role": "assistant", "content": answer}, {"role": "user", "content": "Again."}]
-    return answer
-
-
 def learn_vowels(ranks, model_dir, directory, inference, **options):
     """Train through a server, with four prompts a step for any number of ranks."""
     rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]

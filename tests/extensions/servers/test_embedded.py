@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import copy
 import json
-import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import threading
 import time
 from http.client import HTTPConnection
 
-import psutil
 import pytest
 import torch
 from aiohttp import web
@@ -28,7 +25,6 @@ from rl4llm.api import GRPOTrainer
 from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.embedded import EmbeddedClient
@@ -521,51 +517,6 @@ def test_forms_of_websites_cannot_send_requests(url):
     ]  # fmt: skip
     answer = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     assert "Content-Type must be application/json" in answer
-
-
-class TwoTurns(BaseMDPEnv):
-    """Ask for more once, and kill a server in between."""
-
-    continue_truncated = True
-    victim = None
-
-    def respond(self, sample):
-        launcher, TwoTurns.victim = TwoTurns.victim, None
-        if launcher is not None and not sample.session.startswith("0/"):
-            children = psutil.Process(launcher.pid).children()[0].children()
-            os.kill(children[0].pid, signal.SIGKILL)
-        elif launcher is not None:
-            TwoTurns.victim = launcher
-        return [ChatMessage("user", "Go on.")]
-
-
-@pytest.mark.sweep  # test_router.py kills one of two, and test_training_through_faults.py the scripted ones
-def test_a_run_survives_kill_9_of_its_server(model_dir, tmp_path):
-    port = free_port("127.0.0.1")
-    said = tmp_path / "said"
-    words = ["serve", "--engine", "embedded", "--restarts", "3", "--log", tmp_path / "log", model_dir]
-    words += ["--port", port, "model.autocast=none", "--cpu"]
-    with open(said, "wb") as out:
-        launcher = subprocess.Popen([sys.executable, "-m", "rl4llm", *map(str, words)], stderr=out)
-    try:
-        # a server that dies before the launcher saw it does not restart
-        while "is ready at" not in said.read_text():
-            assert launcher.poll() is None, said.read_text()
-            time.sleep(0.1)
-        TwoTurns.victim = launcher
-        # Meanwhile another process may take the port, so that a restart fails.
-        inference = {"name": "embedded", "url": f"http://127.0.0.1:{port}", "wait_s": 120}
-        train(model_dir, tmp_path / "run", inference, steps=4, env=TwoTurns, **{"env.max_steps": 2})
-        assert TwoTurns.victim is None
-    finally:
-        launcher.terminate()
-        launcher.wait()
-    assert "Restarting embedded in 1 s" in said.read_text()
-    log = (tmp_path / "log").read_text()
-    assert log.count("Serves ") == 2
-    assert "Holds version 1 of the weights" in log.rpartition("Serves ")[2]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["trajectories"], row["failures"]) for row in rows] == [(16, 0)] * 4
 
 
 def words(*flags):

@@ -12,7 +12,7 @@ import torch
 from kept_cache import by_parts
 from safetensors.torch import load_file, save_file
 from sweeps import sampled
-from vowels import asks_twice, learn_vowels
+from vowels import learn_vowels
 
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
@@ -28,7 +28,6 @@ from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher, LoraP
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.extensions.servers.sync.tensor import TensorPublisher, over_broadcast, over_requests
 from rl4llm.extensions.servers.sync.wrappers import CohostPublisher
-from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.transport import Retry
 from rl4llm.sync.verify import Canary
 from rl4llm.testing import check_client
@@ -295,19 +294,6 @@ def test_two_ranks_publish_every_way_to_the_server(
 
 def trained(ranks, model_dir, directory, inference, options):
     learn_vowels(ranks, model_dir, directory, inference, **options)
-
-
-@pytest.mark.sweep  # both train through the embedded engine, with the same requests
-@pytest.mark.parametrize("env", [{"name": "debate", "max_steps": 2}, {"name": "agent", "agent": asks_twice}])
-def test_conversations_led_by_others_train_on_server_tokens(sglang_url, model_dir, tmp_path, env):
-    """Conversations have several roles, or an agent leads them through an SDK."""
-    inference = {"name": "sglang", "url": sglang_url}
-    learn_vowels(
-        Ranks(), model_dir, tmp_path / "run", inference, env=env, **{"training.lr": 1e-3, "max_steps": 1}
-    )
-    for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
-        assert row["mismatch/max"] < 1e-4
-        assert row["turns"] == 2
 
 
 def test_weights_of_another_model_are_not_sent_to_a_server(client, tokenizer, tmp_path):

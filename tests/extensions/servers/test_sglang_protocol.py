@@ -27,7 +27,6 @@ from rl4llm.core.types import SamplingParams, TokenSpan, WeightRef
 from rl4llm.extensions.servers.clients.server import DamagedReplyError, DoubleReplyError
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.runtime.transport import Retry, Transport
-from rl4llm.testing import check_client
 
 PROMPT = [5, 6, 7, 8]
 PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
@@ -64,22 +63,6 @@ def play(base, tokenizer):
         return asyncio.run(main())
 
     return run
-
-
-def test_the_client_keeps_the_contract_of_all_clients(base, tokenizer, weights):
-    server = FaultServer(base, tokenizer)
-
-    class Booting(SGLangClient):
-        """check_client has a separate event loop, so the server boots in it, with the first request."""
-
-        async def generate(self, *args, **kwargs):
-            if not server.running:
-                await server.start()
-                await self.load(weights[1])
-            return await super().generate(*args, **kwargs)
-
-    client = Booting(server.url, tokenizer, vocab_size=len(tokenizer), context_length=128)
-    check_client(client, [PROMPT, [9, 10, 11]])
 
 
 def test_a_refused_request_is_sent_once_and_named(play):

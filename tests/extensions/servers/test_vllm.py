@@ -917,28 +917,6 @@ def test_a_special_stop_token_ends_a_completion_of_the_server(real, run, full):
 
 
 @pytest.mark.vllm
-@pytest.mark.sweep  # so do the turns below, which two loads interrupt
-def test_requests_during_an_update_carry_their_own_version(real, run, full):
-    async def script(client):
-        await client.load(full(0, 10))
-        early = await frozen(client)
-        await client.resume()
-        update = asyncio.create_task(client.load(full(1, 11)))
-        late = [
-            asyncio.create_task(client.generate(PROMPTS[1], SAMPLED.replace(seed=seed))) for seed in range(3)
-        ]
-        await update
-        return await asyncio.gather(*early, *late), await client.generate(PROMPTS[2], SAMPLED)
-
-    completions, last = run(script)
-    assert last.version == 11
-    for prompt, completion in zip(
-        [*[PROMPTS[0]] * 4, *[PROMPTS[1]] * 3, PROMPTS[2]], [*completions, last], strict=True
-    ):
-        assert_sampled_by_each({10: real.models[0], 11: real.models[1]}, prompt, completion)
-
-
-@pytest.mark.vllm
 def test_a_turn_continues_under_each_version_of_the_weights(real, run, full):
     """So do those of another rank, whose client does not know of the loads. No load waits for a turn."""
     params = [SAMPLED.replace(max_tokens=480, seed=seed) for seed in range(4)]
@@ -1072,12 +1050,3 @@ def test_a_run_with_cohost_takes_over_a_sleeping_server(real, run, tmp_path):
         return await client.generate(PROMPTS[0], GREEDY)
 
     assert run(awake).version == 1
-
-
-@pytest.mark.vllm
-@pytest.mark.sweep  # an adapter trains through vLLM in test_vllm_images.py
-def test_grpo_learns_an_adapter_through_the_server(real, run, learns, adaptable, tmp_path):
-    base = adaptable(real.models[0])
-    run(lambda client: client.load(WeightRef(0, "full", str(base))))
-    learns(base, tmp_path / "run", {"name": "vllm", "url": real.url}, "lora")
-    assert (tmp_path / "run" / "weights" / "v000010" / "adapter_model.safetensors").exists()
