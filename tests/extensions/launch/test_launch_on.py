@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from forked_python import started as started_program
 from launch_cluster import COUNTS, EVERY_ROLE, OPTIONS, RL4LLM, SECRETS
 from small_run import SmallRun
 from sweeps import sampled
@@ -312,10 +314,16 @@ sys.exit(launch_here(sys.argv[1], sys.argv[2:], say=print, python=["rl4llm"]))
 ALONE = ("launch.nodes=1", "model.device=cpu", "launch.server_gpus=0")
 
 
-def here(cluster, directory, *overrides):
-    """The launcher of a whole run on this machine, with stand-ins for all that it starts."""
-    command = [sys.executable, "-c", HERE, "run.yaml", *ALONE, f"output.dir={directory}/run", *overrides]
-    return subprocess.Popen(command, env=cluster.environ, cwd=directory, stdout=subprocess.PIPE, text=True)
+@contextmanager
+def here(cluster, directory):
+    """Start the launcher of a whole run on this machine, with stand-ins for all that it starts."""
+    (directory / "here.py").write_text(HERE)
+    words = [directory / "here.py", "run.yaml", *ALONE, f"output.dir={directory}/run"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.environ.items():
+            patch.setenv(name, value)
+        with started_program(*words, cwd=directory) as program:
+            yield program
 
 
 def all_but(cluster, count):
@@ -332,10 +340,10 @@ STOPS = [(signal.SIGINT, 75), (signal.SIGTERM, 75), (signal.SIGKILL, -9)]
 def test_stopped_local_run_leaves_nothing_running(number, code, written, cluster, tmp_path):
     written("ssh")
     cluster.add("rl4llm", WAITS)
-    with here(cluster, tmp_path) as process:
+    with here(cluster, tmp_path) as program:
         all_but(cluster, 7)
-        process.send_signal(number)
-        assert process.wait(30) == code
+        os.kill(program.process.pid, number)
+        assert program.end(30).returncode == code
     assert not cluster.left()
     assert (cluster.notes / "told").exists()  # the trainer, which saves
 
@@ -343,14 +351,14 @@ def test_stopped_local_run_leaves_nothing_running(number, code, written, cluster
 def test_second_ctrl_c_ends_a_local_run_that_is_saving(written, cluster, tmp_path):
     written("ssh")
     cluster.add("rl4llm", WAITS.replace("; exit 75' TERM", "' TERM"))
-    with here(cluster, tmp_path) as process:
+    with here(cluster, tmp_path) as program:
         all_but(cluster, 7)
-        process.send_signal(signal.SIGINT)
+        os.kill(program.process.pid, signal.SIGINT)
         while not (cluster.notes / "told").exists():
-            assert process.poll() is None
+            assert program.process.is_alive()
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 128 + signal.SIGKILL
+        os.kill(program.process.pid, signal.SIGINT)
+        assert program.end(30).returncode == 128 + signal.SIGKILL
     assert not cluster.left()
 
 
@@ -360,9 +368,10 @@ def test_process_that_ends_stops_the_run_and_its_log_is_shown(written, cluster, 
         "rl4llm",
         WAITS.replace("exec sleep 60", 'ends "$role-$RL4LLM_NUMBER"').replace("role=", FAILS + "role=", 1),
     )
-    with here(cluster, tmp_path) as process:
-        said = process.communicate(timeout=60)[0]
-        assert process.returncode == 3, said
+    with here(cluster, tmp_path) as program:
+        done = program.end(60)
+    said = done.stdout
+    assert done.returncode == 3, said
     log = tmp_path / "run" / "logs" / "server-1.log"
     assert "server 1 exited with code 3; stopping the run." in said
     assert said.endswith(f"server 1 ended first. The last lines of {log}:\nthere is no such model\n")

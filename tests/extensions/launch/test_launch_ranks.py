@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from forked_python import started
 from safetensors.torch import load_file
 
 from rl4llm.cli import main
@@ -68,18 +69,30 @@ def test_without_restarts_the_exit_code_is_that_of_the_run(tries):
     assert tries(99, [None, 2], restarts=0)[:2] == (9, 1)
 
 
-def test_a_signal_is_passed_on_and_the_run_is_not_started_again(tmp_path):
-    script = (
-        "import sys; from rl4llm.extensions.launch.ranks import Supervisor\n"
-        "child = 'import signal, sys, time; signal.signal(15, lambda *a: exit(1)); print(1, flush=True); time.sleep(9)'\n"
-        "sys.exit(Supervisor([sys.executable, '-c', child], lambda: 2, 5, print).run())"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "1\n"
-    os.kill(process.pid, signal.SIGINT)
-    start = time.monotonic()
-    assert process.wait(timeout=30) == 75
-    assert time.monotonic() - start < 20
+SUPERVISE = """
+import sys
+from rl4llm.extensions.launch.ranks import Supervisor
+sys.exit(Supervisor(sys.argv[1:], lambda: 2, 5, print).run())
+"""
+
+
+@pytest.fixture
+def supervised(tmp_path):
+    """Return supervised(*command): a program that supervises this command."""
+    (tmp_path / "supervise.py").write_text(SUPERVISE)
+    return lambda *command: started(tmp_path / "supervise.py", *command)
+
+
+def test_a_signal_is_passed_on_and_the_run_is_not_started_again(supervised):
+    child = "import signal, time; signal.signal(15, lambda *a: exit(1)); print(1, flush=True); time.sleep(9)"
+    with supervised(sys.executable, "-c", child) as program:
+        while program.out.read_text() != "1\n":
+            assert program.process.is_alive(), program.err.read_text()
+            time.sleep(0.05)
+        os.kill(program.process.pid, signal.SIGINT)
+        start = time.monotonic()
+        assert program.end(30).returncode == 75
+        assert time.monotonic() - start < 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
@@ -94,13 +107,13 @@ def test_a_signal_between_two_attempts_starts_nothing(tmp_path):
     assert count.read_text() == "1"
 
 
-def test_killed_launcher_leaves_no_training_processes(tmp_path):
-    supervise = "Supervisor(sys.argv[1:], lambda: 2, 5, print).run()"
-    script = f"import sys; from rl4llm.extensions.launch.ranks import Supervisor; {supervise}"
-    with subprocess.Popen([sys.executable, "-c", script, "sleep", "300"]) as process:
-        while not (children := psutil.Process(process.pid).children()) or children[0].name() != "sleep":
+def test_killed_launcher_leaves_no_training_processes(supervised):
+    with supervised("sleep", "300") as program:
+        while (
+            not (children := psutil.Process(program.process.pid).children()) or children[0].name() != "sleep"
+        ):
             time.sleep(0.05)
-        process.kill()
+        program.process.kill()
     psutil.wait_procs(children, timeout=30)
     assert not children[0].is_running()
 
@@ -196,24 +209,22 @@ def launched(config, python, kills, *flags):
     """Launch a run of two ranks and kill one of them when there is a new checkpoint; return the exit code and the output."""
     latest = config.parent / "run" / "checkpoints" / "latest"
     before = latest.read_text() if latest.exists() else None
-    command = [sys.executable, "-m", "rl4llm", "launch", str(config), "--nproc", "2", *flags]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHON_EXEC": python}
-    with (
-        open(config.parent / "said", "w+") as said,
-        subprocess.Popen(command, stdout=said, stderr=said, env=environ) as process,
-    ):
-        while process.poll() is None and (not latest.exists() or latest.read_text() == before):
-            time.sleep(0.01)
-        ranks = [
-            child
-            for child in psutil.Process(process.pid).children(recursive=True)
-            if "train" in child.cmdline()
-        ]
-        ranks = [child for child in ranks if "rl4llm.extensions.launch.torchrun" not in child.cmdline()]
-        sorted(ranks, key=lambda child: child.environ()["RANK"])[kills].kill()
-        code = process.wait(timeout=200)
-        said.seek(0)
-        return code, " ".join(said.read().split())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        patch.setenv("PYTHON_EXEC", python)
+        launcher = started("-m", "rl4llm", "launch", config, "--nproc", "2", *flags)
+        with launcher as program:
+            while program.process.is_alive() and (not latest.exists() or latest.read_text() == before):
+                time.sleep(0.01)
+            ranks = [
+                child
+                for child in psutil.Process(program.process.pid).children(recursive=True)
+                if "train" in child.cmdline()
+            ]
+            ranks = [child for child in ranks if "rl4llm.extensions.launch.torchrun" not in child.cmdline()]
+            sorted(ranks, key=lambda child: child.environ()["RANK"])[kills].kill()
+            done = program.end(200)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
 def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(

@@ -29,8 +29,8 @@ class Host:
         self.cable = f"rl{os.getpid()}-{number}"
         self.address = f"10.77.0.{number + 1}"
 
-    def start(self, *words, log, **environ):
-        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", *words]
+    def start(self, python, *words, log, **environ):
+        command = ["ip", "netns", "exec", self.name, python, "-m", *words]
         with open(log, "w") as file:
             return subprocess.Popen(
                 command, env={**ENVIRON, **environ}, stdout=file, stderr=subprocess.STDOUT
@@ -116,7 +116,7 @@ def launched(hosts, small, warm_python):
             place = ["--nnodes", "2", "--node-rank", str(host.number), "--rendezvous", RENDEZVOUS]
             log = small.directory / f"{name}-{host.number}.log"
             own = {"log": log, "PYTHON_EXEC": warm_python}
-            return host.start("rl4llm", "launch", *small.into(name), *place, *words, **own)
+            return host.start(warm_python, "rl4llm", "launch", *small.into(name), *place, *words, **own)
 
         processes = [start(host) for host in hosts]
         try:
@@ -172,7 +172,9 @@ def test_torchrun_joins_two_machines(hosts, small):
         ]
         run = [f"--local-addr={host.address}", "-m", "rl4llm", "train", *small.into("torchrun")]
         log = small.directory / f"torchrun-{host.number}.log"
-        return host.start("torch.distributed.run", *place, *run, log=log, GLOO_SOCKET_IFNAME=host.cable)
+        return host.start(
+            sys.executable, "torch.distributed.run", *place, *run, log=log, GLOO_SOCKET_IFNAME=host.cable
+        )
 
     processes = [start(host) for host in hosts]
     assert [process.wait(PATIENCE_S) for process in processes] == [0, 0]

@@ -1,6 +1,5 @@
 """The unchanged Tinker SDK and loops of its cookbook against the server."""
 
-import contextlib
 import gc
 import json
 import os
@@ -117,37 +116,37 @@ time.sleep(600)
 
 
 @pytest.fixture(scope="module")
-def sdk(python_of, _model, tokenizer, tmp_path_factory):
-    """Return run(words): a program of the SDK's environment, beside a server of a small model.
-
-    What a program runs is a file, or its text. What all of them import is imported once.
-    """
+def warm(python_of, _model, tokenizer, tmp_path_factory):
+    """Return the SDK's Python, which has imported what programs need, its environment, and a directory with a model."""
     python, home = python_of("tinker"), tmp_path_factory.mktemp("sdk")
     save_model(_model, tokenizer, home / "model")
     put_into_cache(home / "hf" / "hub", NAME, home / "model")  # where the cookbook looks for the tokenizer
-    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "OMP_NUM_THREADS")}
     settings = {
         "TINKER_API_KEY": KEY,
         "TINKER_TELEMETRY": "0",
         "HF_HOME": str(home / "hf"),
         "HF_HUB_OFFLINE": "1",
     }
-    with contextlib.ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
+    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "OMP_NUM_THREADS")}
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)  # some of it is read at the import
-        warm = stack.enter_context(warm_of(python, tmp_path_factory.mktemp("warm"), *IMPORTED))
-        url, _ = stack.enter_context(served_apart(home / "model", home / "out"))
+        with warm_of(python, tmp_path_factory.mktemp("warm"), *IMPORTED) as path:
+            yield path, kept | settings, home
+
+
+@pytest.fixture(scope="module")
+def sdk(warm):
+    """Return run(words): a program of the SDK's environment, a file or its text, beside a server of a small model."""
+    python, environment, home = warm
+    with served_apart(home / "model", home / "out") as (url, _):
 
         def run(program, *words):
             if isinstance(program, str):
                 (home / "program.py").write_text(program)
                 program = home / "program.py"
-            environment = {**kept, **settings, "TINKER_BASE_URL": url}
-            command = [warm, *map(str, [program, *words])]
-            done = subprocess.run(
-                command, env=environment, cwd=home, capture_output=True, text=True, timeout=240
-            )
+            command, env = [python, *map(str, [program, *words])], environment | {"TINKER_BASE_URL": url}
+            done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
             return done.stdout + done.stderr
 
@@ -193,14 +192,13 @@ def test_the_example_trains_through_the_sdk(sdk):
     assert "step   2: mean reward" in printed and "/sampler_weights/sums" in printed
 
 
-def test_a_client_of_the_sdk_that_is_killed_leaves_nothing(python_of, model_dir, tmp_path, monkeypatch):
+def test_a_client_of_the_sdk_that_is_killed_leaves_nothing(warm, model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(service, "GAP_S", 1.0)
     monkeypatch.setattr(server, "TIDY_S", 0.2)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
-    with served_here(model_dir, tmp_path) as (url, serving):
-        words = [python_of("tinker"), "-c", DISAPPEARS % {"name": NAME}]
-        environment |= {"TINKER_BASE_URL": url}
+    python, environment, _ = warm
+    (tmp_path / "disappears.py").write_text(DISAPPEARS % {"name": NAME})
+    with served_here(model_dir, tmp_path / "out") as (url, serving):
+        words, environment = [python, str(tmp_path / "disappears.py")], environment | {"TINKER_BASE_URL": url}
         with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as client:
             lost, outputs, unfinished, model_id = (client.stdout.readline().strip() for _ in range(4))
             trained = weakref.ref(serving._models[model_id].backend) if model_id else None
@@ -214,4 +212,4 @@ def test_a_client_of_the_sdk_that_is_killed_leaves_nothing(python_of, model_dir,
             assert time.monotonic() < deadline
             gc.collect()
             time.sleep(0.1)
-        assert not (tmp_path / model_id / "passing").exists()
+        assert not (tmp_path / "out" / model_id / "passing").exists()
