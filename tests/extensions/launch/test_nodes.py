@@ -19,6 +19,13 @@ from rl4llm.config import load_config
 RENDEZVOUS = "10.77.0.1:29500"
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 PATIENCE_S = 240
+SLOW = """
+import time
+
+def slow(completions, **columns):
+    time.sleep(0.1)  # so that few steps last until the cable is pulled
+    return [float(len(said) % 5) for said in completions]
+"""
 
 
 class Host:
@@ -30,10 +37,11 @@ class Host:
         self.address = f"10.77.0.{number + 1}"
 
     def start(self, python, *words, log, **environ):
+        """Start a program in the directory of its log, where it finds its modules."""
         command = ["ip", "netns", "exec", self.name, python, "-m", *words]
         with open(log, "w") as file:
             return subprocess.Popen(
-                command, env={**ENVIRON, **environ}, stdout=file, stderr=subprocess.STDOUT
+                command, env={**ENVIRON, **environ}, stdout=file, stderr=subprocess.STDOUT, cwd=log.parent
             )
 
     def plug(self, state):
@@ -103,7 +111,9 @@ def connect(first, second):
 
 @pytest.fixture(scope="module")
 def small(model_dir, tmp_path_factory):
-    return SmallRun.at(tmp_path_factory.mktemp("nodes"), model_dir)
+    directory = tmp_path_factory.mktemp("nodes")
+    (directory / "slow.py").write_text(SLOW)
+    return SmallRun.at(directory, model_dir)
 
 
 @pytest.fixture(scope="module")
@@ -136,20 +146,21 @@ def until(reached, what):
 
 
 def trained(ranks, config, *overrides):
+    sys.path.insert(0, str(Path(config).parent))
     with build_trainer(load_config(config, overrides)) as trainer:
         trainer.train()
 
 
 def test_two_machines_restart_after_a_pulled_cable(hosts, small, launched, on_ranks, sweep):
     """The weights are those of one machine. A sweep also kills a process, as test_launch_ranks does on one machine."""
-    steps = f"max_steps={60 if sweep else 30}"
-    on_ranks(trained, *small.into("one", steps))
-    with launched("two", steps, "timeout_s=10", "--restarts", "3") as processes:
-        until(lambda: small.steps("two") >= 10, "at step 10")
+    keys = [f"max_steps={24 if sweep else 12}", "rewards=['slow:slow']"]
+    on_ranks(trained, *small.into("one", *keys))
+    with launched("two", *keys, "timeout_s=10", "--restarts", "3") as processes:
+        until(lambda: small.steps("two") >= 6, "at step 6")
         if sweep:
             (rank,) = hosts[1].ranks()
             os.kill(rank, signal.SIGKILL)
-            until(lambda: not psutil.pid_exists(rank) and small.steps("two") >= 25, "at step 25")
+            until(lambda: not psutil.pid_exists(rank) and small.steps("two") >= 13, "at step 13")
         hosts[1].plug("down")
         logs = [small.directory / f"two-{host.number}.log" for host in hosts]
         until(lambda: all("for more than 10 s (timeout_s)" in log.read_text() for log in logs), "told")
