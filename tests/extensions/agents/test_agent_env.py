@@ -3,9 +3,7 @@
 import asyncio
 import json
 import re
-import signal
 import ssl
-import subprocess
 import sys
 import textwrap
 import time
@@ -13,6 +11,7 @@ import time
 import httpx
 import psutil
 import pytest
+from forked_python import started
 
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError, EngineError, EnvError, UnreachableError
@@ -248,18 +247,17 @@ with Runner() as runner:
 """
 
 
-def test_a_trainer_that_is_killed_takes_its_agents_with_it(command, marker, model_dir):
+def test_a_trainer_that_is_killed_takes_its_agents_with_it(command, marker, model_dir, tmp_path):
     words = [*command(LEAVES.format(marker=marker) + "time.sleep(1000)"), marker]
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(model_dir), *words], stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while len(alive(marker)) < 5 and time.monotonic() < deadline:  # trainer, supervisor, agent, and its two
-        time.sleep(0.1)
-    assert len(alive(marker)) == 5
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait(30)
-    assert gone_within(marker, 10)
+    (tmp_path / "trainer.py").write_text(KILLED)
+    with started(tmp_path / "trainer.py", model_dir, *words) as trainer:
+        deadline = time.monotonic() + 120
+        while len(alive(marker)) < 4 and time.monotonic() < deadline:  # supervisor, agent, and its two
+            time.sleep(0.1)
+        assert len(alive(marker)) == 4
+        trainer.process.kill()
+        trainer.process.join(30)
+        assert gone_within(marker, 10)
 
 
 def test_an_agent_may_print_anything_and_read_nothing(play, command):

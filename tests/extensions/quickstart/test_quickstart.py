@@ -90,6 +90,7 @@ def quickstart(tmp_path_factory):
             "rollout": {"prompts": 2, "group_size": 2, "max_tokens": 8},
             "checkpoint": {"every": 1},
         },
+        "sft.yaml": {"rollout": {"prompts": 4}},
     }.items():
         path = directory / "configs" / name
         path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | changes))

@@ -139,7 +139,7 @@ def test_the_last_of_max_steps_programs_is_the_one_that_counts(play, sandbox):
 )  # fmt: skip
 def test_failure_messages_are_short_and_useful(turn, known, said, play, sandbox):
     limits = {"wall_s": 0.7, "total_s": 1.4} if "while True" in turn else {}
-    result, _ = play([turn], sandbox, rows=[{"public_tests": known}], max_steps=2, **limits)
+    result, _ = play([turn, RIGHT], sandbox, rows=[{"public_tests": known}], max_steps=2, **limits)
     (trajectory,) = result.trajectories
     (text,) = told(trajectory)
     assert said in text

@@ -275,6 +275,7 @@ def test_a_mask_that_is_not_what_was_sampled_fails(bench):
 def test_check_prints_a_line_per_check_or_json(model_dir, tmp_path):
     words = ["-m", "rl4llm", "check", "configs/quickstart.yaml", f"model.path={model_dir}"]
     own = [f"output.dir={tmp_path / 'run'}", "rollout.max_tokens=8", "data.limit=8", "eval.limit=4", "--json"]
+    own += ["rollout.prompts=2", "rollout.group_size=2"]
     done = python(*words, *own)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
