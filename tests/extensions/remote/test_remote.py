@@ -545,7 +545,8 @@ def test_a_program_is_repaired_on_a_host(remote, play):
         "ground_truth": "assert double(4) == 8",
         "public_tests": ["assert double(2) == 4"],
     }
-    with HostThread(["code"]) as host:
+    names = ["code", "math", "tool", "chat", "reasoning_gym", "gymnasium", "openenv"]
+    with HostThread(names) as host:
         first, second = (remote([host], "code", [row], ["code"]) for _ in range(2))
         first.close()  # the other's sandbox goes on
         check_env(second, ["```python\ndef double(x):\n    return x * 2\n```"], rows=[0])

@@ -1,7 +1,6 @@
 """Programs that are run and written again: what the policy reads, what it never reads, and whose fault a failure is."""
 
 import json
-import shutil
 import threading
 import time
 
@@ -11,7 +10,7 @@ from rl4llm.core.errors import ConfigError, DataError, SandboxError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
-from rl4llm.extensions.sandbox import Outcome, Sandbox, Stdin
+from rl4llm.extensions.sandbox import Outcome, Stdin
 from rl4llm.extensions.sandbox.code_env import CodeEnv
 from rl4llm.extensions.sandbox.code_reward import CodeReward
 from rl4llm.extensions.sandbox.code_tests import examples_in
@@ -23,15 +22,6 @@ HIDDEN = "assert add(40, 2) == 42\nassert add(-1, 1) == 0"
 RIGHT = "```python\ndef add(a, b): return a + b\n```"
 WRONG = "```python\ndef add(a, b): return a - b\n```"
 KNOWN = ["assert add(0, 0) == 0", "assert add(1, 2) == 3"]
-
-
-@pytest.fixture(scope="module")
-def sandbox():
-    if shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed; scripts/install_sandbox.sh does it")
-    made = Sandbox()
-    yield made
-    made.close()
 
 
 class Scripted:

@@ -1,14 +1,13 @@
 """The code reward: layouts of tests, partial credit, what is stored, and whose fault a failure is."""
 
 import json
-import shutil
 
 import pytest
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
-from rl4llm.extensions.sandbox import Asserts, Calls, Outcome, Sandbox, Stdin, Suite, TestResult
+from rl4llm.extensions.sandbox import Asserts, Calls, Outcome, Stdin, Suite, TestResult
 from rl4llm.extensions.sandbox.code_reward import CodeReward
 from rl4llm.extensions.sandbox.code_tests import code_in, stored_tests
 from rl4llm.rewards import RewardFailure, as_reward_function
@@ -32,15 +31,6 @@ class Recorded:
 
     def close(self):
         self.programs = None
-
-
-@pytest.fixture(scope="module")
-def sandbox():
-    if shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed; scripts/install_sandbox.sh does it")
-    made = Sandbox()
-    yield made
-    made.close()
 
 
 def sample(reply, tests=ASSERTS, **columns):

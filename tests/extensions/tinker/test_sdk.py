@@ -195,6 +195,7 @@ def test_the_example_trains_through_the_sdk(sdk):
 def test_a_client_of_the_sdk_that_is_killed_leaves_nothing(warm, model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(service, "GAP_S", 1.0)
     monkeypatch.setattr(server, "TIDY_S", 0.2)
+    monkeypatch.setattr(server, "POLL_S", 1.0)  # polls of the client that is killed end then
     python, environment, _ = warm
     (tmp_path / "disappears.py").write_text(DISAPPEARS % {"name": NAME})
     with served_here(model_dir, tmp_path / "out") as (url, serving):
