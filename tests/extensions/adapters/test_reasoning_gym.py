@@ -95,19 +95,16 @@ def test_the_verifier_of_the_task_judges_the_last_answer(rows, reward, task):
     assert other["messages"] != right["messages"]
 
 
-@pytest.mark.parametrize(
-    ("extract", "reply", "found"),
-    [
-        ("answer", "It is 4.", ""),
-        ("answer", "<answer> a b </answer>", "a b"),
-        ("last_number", "<answer>3</answer> or 4", "4"),
-        ("last_number", "I do not know", ""),
-        ("any", "<answer>3</answer> or 4", "3"),
-        ("any", "2 + 2 = 4", "4"),
-        ("any", "  gab\n", "gab"),
-        ("any", "3 <answer></answer>", ""),
-    ],
-)
+@pytest.mark.parametrize(("extract", "reply", "found"), [
+    ("answer", "It is 4.", ""),
+    ("answer", "<answer> a b </answer>", "a b"),
+    ("last_number", "<answer>3</answer> or 4", "4"),
+    ("last_number", "I do not know", ""),
+    ("any", "<answer>3</answer> or 4", "3"),
+    ("any", "2 + 2 = 4", "4"),
+    ("any", "  gab\n", "gab"),
+    ("any", "3 <answer></answer>", ""),
+])  # fmt: skip
 def test_extract_selects_where_the_answer_stands(extract, reply, found):
     sample = as_sample([ChatMessage("assistant", reply)], "", {})
     with closing(ReasoningReward(workers=1, extract=extract)) as reward:

@@ -119,15 +119,12 @@ def test_splits_of_games_share_no_seed():
     assert len(set(seeds)) == 40
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"task": "TicTacTo-v0"}, "env.task='TicTacTo-v0' is unknown.*Did you mean 'TicTacToe-v0'"),
-        ({"task": "TicTacToe-v0", "players": 3}, "env.players=3 is not accepted by TicTacToe-v0"),
-        ({"task": "TicTacToe-v0", "task_options": {"size": 4}}, "cannot be made: TypeError"),
-        ({"task": "SecretMafia-v0"}, "several numbers of players. Set env.players"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"task": "TicTacTo-v0"}, "env.task='TicTacTo-v0' is unknown.*Did you mean 'TicTacToe-v0'"),
+    ({"task": "TicTacToe-v0", "players": 3}, "env.players=3 is not accepted by TicTacToe-v0"),
+    ({"task": "TicTacToe-v0", "task_options": {"size": 4}}, "cannot be made: TypeError"),
+    ({"task": "SecretMafia-v0"}, "several numbers of players. Set env.players"),
+])  # fmt: skip
 def test_games_that_cannot_be_played_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         textarena_prompts("train", 1, **options)

@@ -128,14 +128,11 @@ def test_episode_that_hits_the_turn_limit_is_scored(tokenizer, play, rows):
     assert episode.extras["metrics"]["requests"] == 1 and episode.reward < 0.5
 
 
-@pytest.mark.parametrize(
-    ("broken", "said"),
-    [
-        pytest.param("raises", "the judge is away", marks=pytest.mark.sweep),
-        ("dies", "exit code 7"),
-        ("nan", "verifiers returned no finite reward"),
-    ],
-)
+@pytest.mark.parametrize(("broken", "said"), [
+    pytest.param("raises", "the judge is away", marks=pytest.mark.sweep),
+    ("dies", "exit code 7"),
+    ("nan", "verifiers returned no finite reward"),
+])  # fmt: skip
 def test_what_breaks_in_verifiers_leaves_the_episode_out(tokenizer, play, broken, said):
     options = {"taskset": {"task": {"broken": broken}}}
     result = play(ScriptedClient(tokenizer, {"": ["2"]}), options=options)
@@ -149,14 +146,11 @@ def test_task_that_changed_since_listing_is_not_played(tokenizer, play, rows):
     assert "differs from when the tasks were listed" in result.failed[0].failure
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"task": "verifiers_taskz"}, "taskset 'verifiers_taskz' not found"),
-        ({"options": {"taskset": {"wordz": 3}}}, "wordz"),
-        ({"options": {"id": "user-sim"}}, "one policy plays environments whose only agent is 'agent'"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"task": "verifiers_taskz"}, "taskset 'verifiers_taskz' not found"),
+    ({"options": {"taskset": {"wordz": 3}}}, "wordz"),
+    ({"options": {"id": "user-sim"}}, "one policy plays environments whose only agent is 'agent'"),
+])  # fmt: skip
 def test_verifiers_errors_are_shown(python, given, said):
     with pytest.raises(ConfigError, match=said):
         verifiers_prompts("train", 2, **{"task": TASK, "python": python, **given})
@@ -175,13 +169,10 @@ def test_what_cannot_be_is_refused_before_anything_starts(given, said):
         verifiers_prompts(**{"split": "train", "limit": 2, "task": TASK, "python": sys.executable, **given})
 
 
-@pytest.mark.parametrize(
-    ("split", "way"),
-    [
-        ("test", "Next: eval.every=0 trains without"),
-        ("train", "Next: data.split=test with eval.every=0 trains on"),
-    ],
-)
+@pytest.mark.parametrize(("split", "way"), [
+    ("test", "Next: eval.every=0 trains without"),
+    ("train", "Next: data.split=test with eval.every=0 trains on"),
+])  # fmt: skip
 def test_a_set_of_few_tasks_names_the_way_out(tmp_path, split, way):
     no_tasks = tmp_path / "python"  # an interpreter that lists no task of this split
     no_tasks.write_text("#!/bin/sh\ncat > /dev/null\necho '[]'\n")

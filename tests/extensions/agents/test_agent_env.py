@@ -353,23 +353,20 @@ class OfTurns(BaseRewardFunction):
         return []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "needs either env.command"),
-        ({"command": "true", "agent": "a:b"}, "needs either env.command"),
-        ({"command": "no_such_program --x"}, "was not found"),
-        ({"command": ""}, "was not found"),
-        ({"agent": "os"}, "cannot be imported: there is no ':'"),
-        ({"agent": "no_such_module:agent"}, "cannot be imported: No module named"),
-        ({"agent": "os:no_such_agent"}, "cannot be imported"),
-        ({"agent": "os:sep"}, "a function"),
-        ({"agent": is_silent, "timeout_s": 0}, "env.timeout_s=0 is not accepted"),
-        ({"command": "true", "processes": 0}, "env.processes=0 is not accepted"),
-        ({"agent": is_silent, "max_steps": 0}, "max_steps=0 is not accepted"),
-        ({"agent": is_silent, "rewards": [OfTurns("turns")]}, "'turns' scores each turn"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({}, "needs either env.command"),
+    ({"command": "true", "agent": "a:b"}, "needs either env.command"),
+    ({"command": "no_such_program --x"}, "was not found"),
+    ({"command": ""}, "was not found"),
+    ({"agent": "os"}, "cannot be imported: there is no ':'"),
+    ({"agent": "no_such_module:agent"}, "cannot be imported: No module named"),
+    ({"agent": "os:no_such_agent"}, "cannot be imported"),
+    ({"agent": "os:sep"}, "a function"),
+    ({"agent": is_silent, "timeout_s": 0}, "env.timeout_s=0 is not accepted"),
+    ({"command": "true", "processes": 0}, "env.processes=0 is not accepted"),
+    ({"agent": is_silent, "max_steps": 0}, "max_steps=0 is not accepted"),
+    ({"agent": is_silent, "rewards": [OfTurns("turns")]}, "'turns' scores each turn"),
+])  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_anything_starts(tokenizer, options, message):
     options = dict(options)
     rewards = options.pop("rewards", None) or [as_reward_function({"name": "length", "max_length": 99})]

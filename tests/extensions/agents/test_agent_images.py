@@ -216,13 +216,10 @@ BAD_CHAT = [
     (in_chat(FIRST) | {"image_url": {"url": ADDRESS}}, "nothing is downloaded"),
     ({"type": "image_url", "image_url": {"url": BROKEN}}, "no PNG, JPEG, WEBP file"),
     ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "is not base64"),
-    (
-        {"type": "image_url", "image_url": {"url": uri(FIRST), "detail": "low"}},
-        "detail='low' is not accepted",
-    ),
+    ({"type": "image_url", "image_url": {"url": uri(FIRST), "detail": "low"}}, "detail='low' is not accepted"),
     ({"type": "image_url", "image_url": {"url": uri(FIRST), "size": 3}}, r"\.size is not read"),
     ({"type": "input_audio", "input_audio": {"data": "x"}}, r"\.input_audio is not read"),
-]
+]  # fmt: skip
 BAD_RESPONSES = [
     ({"type": "input_image", "image_url": ADDRESS, "detail": "auto"}, "nothing is downloaded"),
     ({"type": "input_image", "file_id": "file-1", "detail": "auto"}, r"\.file_id is not read"),

@@ -64,19 +64,16 @@ def test_a_file_that_leaves_settings_to_the_trainer_is_accepted(name, tmp_path):
     assert found["zero_allow_untested_optimizer"] is True
 
 
-@pytest.mark.parametrize(
-    ("section", "named"),
-    [
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16"),
-        ({"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}, "optimizer"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "optimizer"),
-        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}, "scheduler"),
-        ({"activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing"),
-        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer"),
-        ({"train_batch_size": 8}, "train_batch_size"),
-        ({"zero_optimization": True}, "zero_optimization=True .* Accepted: a section"),
-    ],
-)
+@pytest.mark.parametrize(("section", "named"), [
+    ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16"),
+    ({"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}, "optimizer"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "optimizer"),
+    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}, "scheduler"),
+    ({"activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing"),
+    ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer"),
+    ({"train_batch_size": 8}, "train_batch_size"),
+    ({"zero_optimization": True}, "zero_optimization=True .* Accepted: a section"),
+])  # fmt: skip
 def test_a_file_that_sets_our_settings_is_refused(section, named):
     for given in (AUTO | section, section):
         words = {
@@ -183,17 +180,14 @@ def test_bucket_is_no_larger_than_the_model_by_default(trained, size):
     assert engine_config(given, ZeroOptions(2), **demands)["zero_optimization"]["reduce_bucket_size"] == 5
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"zero_stage": 1}, "zero_stage=1 a bf16 model cannot leave"),
-        ({"config": {"zero_optimization": {"stage": 1}}}, "zero_stage=1 a bf16 model cannot leave"),
-        ({"zero_stage": 3}, "zero_stage=3 a model that does not train cannot leave"),
-        ({"zero_stage": 1, "offload_optimizer": True}, None),
-        ({"zero_stage": 2}, None),
-        ({"zero_stage": 3, "offload_param": True}, None),
-    ],
-)
+@pytest.mark.parametrize(("keys", "expected"), [
+    ({"zero_stage": 1}, "zero_stage=1 a bf16 model cannot leave"),
+    ({"config": {"zero_optimization": {"stage": 1}}}, "zero_stage=1 a bf16 model cannot leave"),
+    ({"zero_stage": 3}, "zero_stage=3 a model that does not train cannot leave"),
+    ({"zero_stage": 1, "offload_optimizer": True}, None),
+    ({"zero_stage": 2}, None),
+    ({"zero_stage": 3, "offload_param": True}, None),
+])  # fmt: skip
 def test_model_that_cannot_offload_is_refused_before_a_start(keys, expected):
     config = load_config(
         None,
@@ -215,15 +209,12 @@ def test_model_that_cannot_offload_is_refused_before_a_start(keys, expected):
     assert found is None if expected is None else expected in found
 
 
-@pytest.mark.parametrize(
-    ("keys", "refused"),
-    [
-        ({"zero_stage": 0}, True),
-        ({"config": {"zero_optimization": {"stage": 0}}}, True),
-        ({"zero_stage": 1}, False),
-        ({"config": "on_another_machine.json"}, False),
-    ],
-)
+@pytest.mark.parametrize(("keys", "refused"), [
+    ({"zero_stage": 0}, True),
+    ({"config": {"zero_optimization": {"stage": 0}}}, True),
+    ({"zero_stage": 1}, False),
+    ({"config": "on_another_machine.json"}, False),
+])  # fmt: skip
 def test_bf16_without_zero_is_refused_before_a_start(keys, refused):
     keys = {"model.path": "m", "model.dtype": "bfloat16", "backend": {"name": "deepspeed", **keys}}
     config = load_config(None, keys)

@@ -139,14 +139,11 @@ def test_card_of_a_mixture_has_the_prompt_of_each_part(base, tmp_path):
     assert card.index("### one") < card.index("First.") < card.index("### two") < card.index("Second.")
 
 
-@pytest.mark.parametrize(
-    ("architecture", "pipeline", "loader"),
-    [
-        ("GPT2LMHeadModel", "text-generation", "AutoModelForCausalLM"),
-        ("Qwen3_5ForConditionalGeneration", "image-text-to-text", "AutoModelForImageTextToText"),
-        ("LlamaForSequenceClassification", "text-classification", "AutoModelForSequenceClassification"),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "pipeline", "loader"), [
+    ("GPT2LMHeadModel", "text-generation", "AutoModelForCausalLM"),
+    ("Qwen3_5ForConditionalGeneration", "image-text-to-text", "AutoModelForImageTextToText"),
+    ("LlamaForSequenceClassification", "text-classification", "AutoModelForSequenceClassification"),
+])  # fmt: skip
 def test_card_loads_the_model_as_what_it_is(architecture, pipeline, loader):
     config = load_config(overrides={"model.path": "m", "data.path": "arithmetic"})
     card = ModelCard(model_card(config, 1, [], architecture=architecture))

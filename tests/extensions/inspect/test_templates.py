@@ -34,11 +34,8 @@ def test_template_works_exactly_or_is_refused(files, sweep):
     rows = dict(map(named_row, files))
     for name, row in rows.items():
         refused = {
-            "user": row.user,
-            "tools": row.tools,
-            "demonstrations": row.demonstrations,
-            "format": row.format,
-        }
+            "user": row.user, "tools": row.tools, "demonstrations": row.demonstrations, "format": row.format,
+        }  # fmt: skip
         for column, cell in refused.items():
             assert cell != "refused" or row.reasons[column], f"{name}: {column}"
     assert sum(row.demonstrations == "differs" for row in rows.values()) <= MOST_DIFFERENT

@@ -171,13 +171,10 @@ def test_a_server_that_refuses_is_not_asked_again():
         assert len(server.bodies) == 1 and "401" in batch[0].failure
 
 
-@pytest.mark.parametrize(
-    ("budget", "told"),
-    [
-        ({"max_calls": 2}, "budget of 2 calls is used up"),
-        ({"max_total_tokens": 150}, "budget of 150 tokens is used up"),
-    ],
-)
+@pytest.mark.parametrize(("budget", "told"), [
+    ({"max_calls": 2}, "budget of 2 calls is used up"),
+    ({"max_total_tokens": 150}, "budget of 150 tokens is used up"),
+])  # fmt: skip
 def test_exhausted_budget_fails_the_remaining_samples(budget, told):
     with judged(honest, **budget, concurrency=1) as (judge, server):
         assert score(samples("8"), [judge]).reward.tolist() == [1.0]

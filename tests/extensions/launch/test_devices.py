@@ -30,16 +30,13 @@ def machine(monkeypatch, tmp_path):
     return plan
 
 
-@pytest.mark.parametrize(
-    ("count", "visible", "expected"),
-    [
-        (8, None, ["0", "1"]),
-        (2, "4,5", ["4", "5"]),
-        (2, " 5 , 4 ", ["5", "4"]),
-        (2, ",".join(BOTH), BOTH),
-        (2, "4,5,-1,6", ["4", "5"]),
-    ],
-)
+@pytest.mark.parametrize(("count", "visible", "expected"), [
+    (8, None, ["0", "1"]),
+    (2, "4,5", ["4", "5"]),
+    (2, " 5 , 4 ", ["5", "4"]),
+    (2, ",".join(BOTH), BOTH),
+    (2, "4,5,-1,6", ["4", "5"]),
+])  # fmt: skip
 def test_processes_get_the_visible_gpus_under_their_names(machine, count, visible, expected):
     assert list(machine(count, visible).values()) == expected
 

@@ -209,19 +209,16 @@ def test_names_with_any_characters_stay_what_they_are(engine, written, cluster, 
     assert not [*tmp_path.rglob("broken")]
 
 
-@pytest.mark.parametrize(
-    ("engine", "options", "message"),
-    [
-        ("slum", [], "--on='slum' is unknown. Known: .*Did you mean 'slurm'"),
-        ("slurm", ["nodes=4"], "--option nodes is not accepted"),
-        ("slurm", ["Bad_Name=4"], "--option Bad_Name is not accepted"),
-        ("slurm", ["partition"], "--option 'partition' is not accepted. Accepted: KEY=VALUE"),
-        ("slurm", ["partition=a\nrm"], "in one line"),
-        ("ssh", [], "--on ssh needs --option hosts=FILE"),
-        ("ssh", ["host=hosts"], "Did you mean 'hosts'"),
-        ("ssh", ["hosts=wrong"], "wrong, line 2: 'node2 server=x' is not accepted"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "options", "message"), [
+    ("slum", [], "--on='slum' is unknown. Known: .*Did you mean 'slurm'"),
+    ("slurm", ["nodes=4"], "--option nodes is not accepted"),
+    ("slurm", ["Bad_Name=4"], "--option Bad_Name is not accepted"),
+    ("slurm", ["partition"], "--option 'partition' is not accepted. Accepted: KEY=VALUE"),
+    ("slurm", ["partition=a\nrm"], "in one line"),
+    ("ssh", [], "--on ssh needs --option hosts=FILE"),
+    ("ssh", ["host=hosts"], "Did you mean 'hosts'"),
+    ("ssh", ["hosts=wrong"], "wrong, line 2: 'node2 server=x' is not accepted"),
+])  # fmt: skip
 def test_wrong_options_are_refused_before_anything_is_written(engine, options, message, written, tmp_path):
     (tmp_path / "wrong").write_text("node1 trainer\nnode2 server=x\n")
     with pytest.raises(ConfigError, match=message):
@@ -271,20 +268,17 @@ def test_two_runs_on_one_machine_use_different_ports(written):
     assert not each[0] & each[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--on", "slurm", "--nproc", "8"], "--nproc is not accepted with --on or --as; use launch.nproc"),
-        (["--as", "server", "--restarts", "0"], "--restarts is not accepted with --on or --as"),
-        (["--submit"], "--submit is not accepted without --on LAUNCHER"),
-        (["--on", "local", "--option", "partition=gpu"], "--option is not accepted with --on local"),
-        (["--on", "slurm", "--force"], "--force is not accepted with --on, except --on local"),
-        (["--on", "slurm", "--dry-run"], "--dry-run is not accepted with --on, except --on local"),
-        (["--dry-run"], "--dry-run is not accepted without --on or --as"),
-        (["--on", "slurm", "--as", "server"], "Use only one of the two"),
-        (["--on", "here"], "--on='here' is unknown. Known: local, modal"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--on", "slurm", "--nproc", "8"], "--nproc is not accepted with --on or --as; use launch.nproc"),
+    (["--as", "server", "--restarts", "0"], "--restarts is not accepted with --on or --as"),
+    (["--submit"], "--submit is not accepted without --on LAUNCHER"),
+    (["--on", "local", "--option", "partition=gpu"], "--option is not accepted with --on local"),
+    (["--on", "slurm", "--force"], "--force is not accepted with --on, except --on local"),
+    (["--on", "slurm", "--dry-run"], "--dry-run is not accepted with --on, except --on local"),
+    (["--dry-run"], "--dry-run is not accepted without --on or --as"),
+    (["--on", "slurm", "--as", "server"], "Use only one of the two"),
+    (["--on", "here"], "--on='here' is unknown. Known: local, modal"),
+])  # fmt: skip
 def test_no_option_is_passed_over(words, message, written, capsys):
     written("ssh")
     assert main(["launch", "run.yaml", *words]) == 2

@@ -176,11 +176,8 @@ def test_torchrun_joins_two_machines(hosts, small):
     def start(host):
         first = str(host.number == 0).lower()
         place = [
-            "--nnodes=2",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={RENDEZVOUS}",
-            f"--rdzv-conf=is_host={first}",
-        ]
+            "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={RENDEZVOUS}", f"--rdzv-conf=is_host={first}",
+        ]  # fmt: skip
         run = [f"--local-addr={host.address}", "-m", "rl4llm", "train", *small.into("torchrun")]
         log = small.directory / f"torchrun-{host.number}.log"
         return host.start(

@@ -159,22 +159,19 @@ def test_a_server_that_shares_a_gpu_can_free_its_memory():
     assert "--enable-memory-saver" not in line("server", 0)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["inference.name=local"], "launch.servers=3 is not accepted with inference.name='local'"),
-        (["inference.name=vllm", "launch.router=false"], "a vLLM server checks no key"),
-        (["launch.servers=0"], "launch.router=true is not accepted without SGLang servers"),
-        (["inference.cohost=true", "launch.router=false"], "trainer and server share a GPU"),
-        (["inference.cohost=true"], "launch.router=true is not accepted with inference.cohost=true"),
-        (["sync.name=tensor"], "sync.name=tensor shares the memory of a GPU"),
-        (["launch.servers=-1"], "launch.servers=-1 is not accepted: a whole number, 0 or above"),
-        (["inference.api_key=abc"], "inference.api_key contains a key or password"),
-        (["inference.url=http://me:pw@host:1"], "inference.url contains a key or password"),
-        (["rewards=[{name: llm_judge, url: 'http://h/v1', api_key: abc}]"], "rewards contains a key"),
-        (["env.tools=[{name: mcp, command: [s], env: {TOKEN: abc}}]"], "env.tools contains a key"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["inference.name=local"], "launch.servers=3 is not accepted with inference.name='local'"),
+    (["inference.name=vllm", "launch.router=false"], "a vLLM server checks no key"),
+    (["launch.servers=0"], "launch.router=true is not accepted without SGLang servers"),
+    (["inference.cohost=true", "launch.router=false"], "trainer and server share a GPU"),
+    (["inference.cohost=true"], "launch.router=true is not accepted with inference.cohost=true"),
+    (["sync.name=tensor"], "sync.name=tensor shares the memory of a GPU"),
+    (["launch.servers=-1"], "launch.servers=-1 is not accepted: a whole number, 0 or above"),
+    (["inference.api_key=abc"], "inference.api_key contains a key or password"),
+    (["inference.url=http://me:pw@host:1"], "inference.url contains a key or password"),
+    (["rewards=[{name: llm_judge, url: 'http://h/v1', api_key: abc}]"], "rewards contains a key"),
+    (["env.tools=[{name: mcp, command: [s], env: {TOKEN: abc}}]"], "env.tools contains a key"),
+])  # fmt: skip
 def test_impossible_roles_and_secrets_in_files_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")) as caught:
         of(*overrides)
@@ -187,15 +184,12 @@ def test_one_machine_needs_no_key_but_allows_one_trainer():
         of(here=True)
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"RL4LLM_SERVER_HOSTS": "c,d"}, "RL4LLM_SERVER_HOSTS='c,d' is not accepted. Accepted: 3 host"),
-        ({"RL4LLM_ENV_HOSTS": ""}, "RL4LLM_ENV_HOSTS='' is not accepted. Accepted: 2 host"),
-        ({"RL4LLM_NUMBER": "3"}, "RL4LLM_NUMBER=3 is not accepted for --as server. Accepted: 0 to 2"),
-        ({"RL4LLM_NUMBER": "x"}, "RL4LLM_NUMBER='x' is not accepted"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "message"), [
+    ({"RL4LLM_SERVER_HOSTS": "c,d"}, "RL4LLM_SERVER_HOSTS='c,d' is not accepted. Accepted: 3 host"),
+    ({"RL4LLM_ENV_HOSTS": ""}, "RL4LLM_ENV_HOSTS='' is not accepted. Accepted: 2 host"),
+    ({"RL4LLM_NUMBER": "3"}, "RL4LLM_NUMBER=3 is not accepted for --as server. Accepted: 0 to 2"),
+    ({"RL4LLM_NUMBER": "x"}, "RL4LLM_NUMBER='x' is not accepted"),
+])  # fmt: skip
 def test_process_without_its_number_or_hosts_is_refused(environ, message, tmp_path):
     (tmp_path / "run.yaml").write_text("")
     known = {f"RL4LLM_{name.upper()}_HOSTS": ",".join(hosts) for name, hosts in HOSTS.items()}
@@ -211,14 +205,11 @@ def test_gpus_of_a_machine_are_given_to_one_process_each():
     assert machine[3].environ() == {"RL4LLM_NUMBER": "2", "CUDA_VISIBLE_DEVICES": "12,13"}
 
 
-@pytest.mark.parametrize(
-    ("machines", "message"),
-    [
-        ([{"trainer": 1}, {"trainer": 1, "server": 2}], "2 place.s. for the role server"),
-        ([{"trainer": 2, "server": 3}], "trainer=2 is not accepted for one machine"),
-        ([{"trainer": 1, "sevrer": 3}], "Did you mean 'server'"),
-    ],
-)
+@pytest.mark.parametrize(("machines", "message"), [
+    ([{"trainer": 1}, {"trainer": 1, "server": 2}], "2 place.s. for the role server"),
+    ([{"trainer": 2, "server": 3}], "trainer=2 is not accepted for one machine"),
+    ([{"trainer": 1, "sevrer": 3}], "Did you mean 'server'"),
+])  # fmt: skip
 def test_machines_that_do_not_fit_the_roles_are_refused(machines, message):
     _, found = of("launch.router=false", "launch.env_hosts=0")
     with pytest.raises(ConfigError, match=message):

@@ -88,16 +88,13 @@ def test_import_of_a_foreign_name_is_answered(name):
     assert of_name(f"theirs.core.{name}") == NAMES[name] != ""
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("from rl4llm.envs.sgl_tool_env import ENV_TOOL_SCHEMAS", "env.tools=[python]"),
-        ("from rl4llm.envs import SglMDPEnv, HFMDPEnv", "ChatEnv"),
-        ("from rl4llm.data import load_multiple_datasets", "`data.path`"),
-        ("from rl4llm.envs import ExploreSglMDPEnv, SglMDPEnv", "algorithm.name=explore_grpo"),
-        ("from rl4llm import GRPOConfig, GRPOTrainer", "from rl4llm.extensions.trl import GRPOConfig"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("from rl4llm.envs.sgl_tool_env import ENV_TOOL_SCHEMAS", "env.tools=[python]"),
+    ("from rl4llm.envs import SglMDPEnv, HFMDPEnv", "ChatEnv"),
+    ("from rl4llm.data import load_multiple_datasets", "`data.path`"),
+    ("from rl4llm.envs import ExploreSglMDPEnv, SglMDPEnv", "algorithm.name=explore_grpo"),
+    ("from rl4llm import GRPOConfig, GRPOTrainer", "from rl4llm.extensions.trl import GRPOConfig"),
+])  # fmt: skip
 def test_names_of_other_projects_are_answered(line, said):
     with pytest.raises(ImportError) as caught:
         exec(line)

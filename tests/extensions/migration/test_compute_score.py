@@ -63,14 +63,11 @@ def test_async_function_of_verl_scores_all_episodes_at_once(tmp_path):
     assert scored("breaks", "2")[1] == ["compute_score/raised"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"path": "absent.py"}, "is not a Python file"),
-        ({"function": "absent"}, "has no function 'absent'"),
-        ({"function": "batch"}, "scores a batch"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"path": "absent.py"}, "is not a Python file"),
+    ({"function": "absent"}, "has no function 'absent'"),
+    ({"function": "batch"}, "scores a batch"),
+])  # fmt: skip
 def test_function_that_cannot_score_is_refused(tmp_path, change, message):
     (tmp_path / "score.py").write_text(VERL)
     options = {"name": "compute_score", "path": str(tmp_path / "score.py")} | change

@@ -101,14 +101,11 @@ def test_value_without_a_counterpart_is_to_be_decided():
     assert "# To be decided:\n#   actor_rollout_ref.model.path" in found.text("head")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("nothing.yaml", "The file nothing.yaml does not exist"),
-        ("echo hello world", "contains no command of verl"),
-        ("{dir}/ours.yaml", "has no key of verl"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ("nothing.yaml", "The file nothing.yaml does not exist"),
+    ("echo hello world", "contains no command of verl"),
+    ("{dir}/ours.yaml", "has no key of verl"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_refused(given, message, tmp_path):
     (tmp_path / "ours.yaml").write_text("something: else\n")
     with pytest.raises(ConfigError, match=message):

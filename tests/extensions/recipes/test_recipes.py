@@ -230,13 +230,10 @@ def test_a_repetition_with_another_path_is_refused(path, small, tmp_path):
         repeated_with(small, tmp_path, "python -c 'exit(3)'", overrides=[f"{path}=/two"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["max_stpes=9"], "Did you mean 'max_steps'?"),
-        (["model.path=/other", "eval.limit=4", "--verify"], "--verify does not accept eval.limit=4"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["max_stpes=9"], "Did you mean 'max_steps'?"),
+    (["model.path=/other", "eval.limit=4", "--verify"], "--verify does not accept eval.limit=4"),
+])  # fmt: skip
 def test_a_wrong_override_is_refused_before_anything_starts(words, message, tmp_path):
     done = recipe("run", "parity", *words, cwd=tmp_path)
     assert done.returncode == 2
@@ -312,22 +309,19 @@ def test_a_killed_repetition_leaves_no_stage(small, tmp_path):
     assert not left.is_running()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is not accepted"),
-        ("title: A", "learns is missing"),
-        ("title: 5", "title=5 is not accepted"),
-        ("seeds: []", "seeds is missing or empty"),
-        ("variants: {a: x}", "lists of overrides by name"),
-        ("stages: train x", "a list, each item a string"),
-        ("stages: ['{overrides}']", "begins with a command"),
-        ('stages: ["train \'x"]', "closes its quotes"),
-        ('data: "python \'x"', "closes its quotes"),
-        ("expected: [{variant: a}]", "before, after and source"),
-        ("stage: []", r"Did you mean 'stages'\?"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "is not accepted"),
+    ("title: A", "learns is missing"),
+    ("title: 5", "title=5 is not accepted"),
+    ("seeds: []", "seeds is missing or empty"),
+    ("variants: {a: x}", "lists of overrides by name"),
+    ("stages: train x", "a list, each item a string"),
+    ("stages: ['{overrides}']", "begins with a command"),
+    ('stages: ["train \'x"]', "closes its quotes"),
+    ('data: "python \'x"', "closes its quotes"),
+    ("expected: [{variant: a}]", "before, after and source"),
+    ("stage: []", r"Did you mean 'stages'\?"),
+])  # fmt: skip
 def test_a_wrong_recipe_is_refused(text, message, tmp_path):
     rest = "title: A\nlearns: B\n" if text and not text.startswith("title") else ""
     (tmp_path / "recipe.yaml").write_text(f"{rest}{text}\n")
@@ -340,14 +334,11 @@ def test_a_recipe_has_the_name_of_its_directory(small, monkeypatch):
     assert load(".").name == "copy"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["run", "sumz"], "Did you mean 'sums'?"),
-        (["run"], "the following arguments are required: name"),
-        (["run", "sums", "--variant", "lara"], "Did you mean 'lora'?"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["run", "sumz"], "Did you mean 'sums'?"),
+    (["run"], "the following arguments are required: name"),
+    (["run", "sums", "--variant", "lara"], "Did you mean 'lora'?"),
+])  # fmt: skip
 def test_a_wrong_name_is_refused(words, message, tmp_path):
     done = recipe(*words, cwd=tmp_path)
     assert done.returncode == 2

@@ -21,16 +21,13 @@ def module(monkeypatch):
     return imported
 
 
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("<reversed_text>cba</reversed_text>", 1.0),
-        ("Here it is: <reversed_text>\ncba\n</reversed_text>", 1.0),
-        ("<reversed_text>cb</reversed_text>", 0.8),
-        ("<reversed_text>xyz</reversed_text>", 0.0),
-        ("cba", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("reply", "score"), [
+    ("<reversed_text>cba</reversed_text>", 1.0),
+    ("Here it is: <reversed_text>\ncba\n</reversed_text>", 1.0),
+    ("<reversed_text>cb</reversed_text>", 0.8),
+    ("<reversed_text>xyz</reversed_text>", 0.0),
+    ("cba", 0.0),
+])  # fmt: skip
 def test_reward_is_the_similarity_to_the_reversed_text(reply, score, module):
     reward = module("reverse_text").Reversed()
     found = reward([ChatMessage("user", "abc"), ChatMessage("assistant", reply)], "abc")

@@ -190,13 +190,10 @@ def in_order(result):
     return [(item.role, item.policy_spans, item.extras.get("metrics")) for item in result.trajectories]
 
 
-@pytest.mark.parametrize(
-    ("name", "specs", "options"),
-    [
-        ("debate", [WINNER], {}),
-        ("roles", ["hosted_envs:Tokens"], {"roles": ["asker", "answerer", "listener"]}),
-    ],
-)
+@pytest.mark.parametrize(("name", "specs", "options"), [
+    ("debate", [WINNER], {}),
+    ("roles", ["hosted_envs:Tokens"], {"roles": ["asker", "answerer", "listener"]}),
+])  # fmt: skip
 def test_roles_on_a_host_keep_the_contract(host, remote, name, specs, options):
     env = remote([host], name, rows("How many are 37 and 48?", "And 1?"), specs, **options)
     check_env(env, ["Answer: 85", CALL])

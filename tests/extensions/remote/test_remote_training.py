@@ -75,11 +75,8 @@ def train(model_dir, directory, *overrides, config=CONFIG, small=SMALL):
 
 def test_host_killed_and_restarted_changes_no_weight(model_dir, tmp_path, capfd, start):
     mortal = [
-        "env.name=hosted_envs:Mortal",
-        "env.tools=[calculator]",
-        "env.max_steps=3",
-        f"env.died={tmp_path / 'died'}",
-    ]
+        "env.name=hosted_envs:Mortal", "env.tools=[calculator]", "env.max_steps=3", f"env.died={tmp_path / 'died'}",
+    ]  # fmt: skip
     (tmp_path / "died").touch()
     here = train(model_dir, tmp_path / "here", *mortal, "env.remote=null")
     (tmp_path / "died").unlink()
@@ -181,18 +178,15 @@ def test_a_token_stays_out_of_what_is_shown(model_dir, tmp_path, capfd, monkeypa
     assert "vqxwzk" not in "".join([*host.said, told.out, told.err])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--env", "tool", "--host", "0.0.0.0"], "--host 0.0.0.0 without a token is not accepted"),
-        (["--env", "tol"], "env.name='tol' is unknown. Known: "),
-        (["--env", "tool", "--port", "70000"], "--port 70000 is not accepted"),
-        (["--env", "tool", "--port", "{taken}"], "is in use by process"),
-        (["--env", "tool", "sandbox.levl=x"], "Did you mean 'sandbox.level'"),
-        (["--env", "tool", "training.lr=1"], "Accepted: keys of the section `sandbox`"),
-        (["--env", ","], "does not name an environment"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--env", "tool", "--host", "0.0.0.0"], "--host 0.0.0.0 without a token is not accepted"),
+    (["--env", "tol"], "env.name='tol' is unknown. Known: "),
+    (["--env", "tool", "--port", "70000"], "--port 70000 is not accepted"),
+    (["--env", "tool", "--port", "{taken}"], "is in use by process"),
+    (["--env", "tool", "sandbox.levl=x"], "Did you mean 'sandbox.level'"),
+    (["--env", "tool", "training.lr=1"], "Accepted: keys of the section `sandbox`"),
+    (["--env", ","], "does not name an environment"),
+])  # fmt: skip
 def test_a_host_that_must_not_be_started_is_refused(arguments, message, capsys, monkeypatch):
     monkeypatch.delenv("RL4LLM_ENV_TOKEN", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -48,16 +48,13 @@ def test_the_examples_of_every_form_of_the_reward_hold(sandbox):
         check_examples([CodeReward(sandbox=sandbox, **options)])
 
 
-@pytest.mark.parametrize(
-    ("code", "full", "partial", "weighted"),
-    [
-        ("def double(x): return 2 * x", 1.0, 1.0, 1.0),
-        ("def double(x): return x * x", 0.0, 0.5, 0.5 * 0.7 + 0.3),
-        ("def double(x): return abs(2 * x)", 0.0, 0.75, 0.75 * 0.7 + 0.3),
-        ("def double(x) return 2 * x", 0.0, 0.0, 0.1),
-        ("def triple(x): return 3 * x", 0.0, 0.0, 0.3),
-    ],
-)
+@pytest.mark.parametrize(("code", "full", "partial", "weighted"), [
+    ("def double(x): return 2 * x", 1.0, 1.0, 1.0),
+    ("def double(x): return x * x", 0.0, 0.5, 0.5 * 0.7 + 0.3),
+    ("def double(x): return abs(2 * x)", 0.0, 0.75, 0.75 * 0.7 + 0.3),
+    ("def double(x) return 2 * x", 0.0, 0.0, 0.1),
+    ("def triple(x): return 3 * x", 0.0, 0.0, 0.3),
+])  # fmt: skip
 def test_tests_passed_syntax_and_format_make_the_score(code, full, partial, weighted, sandbox):
     messages = [ChatMessage("assistant", fenced(code))]
     options = [{}, {"partial": True}, {"partial": True, "syntax_weight": 0.2, "format_weight": 0.1}]
@@ -147,20 +144,17 @@ def test_a_machine_without_a_sandbox_is_found_before_training(monkeypatch):
         check_examples([CodeReward()])
 
 
-@pytest.mark.parametrize(
-    ("reply", "code", "closed"),
-    [
-        ("```python\nx = 1\n```", "x = 1\n", True),
-        ("```py\nx = 1\n```\nand\n```\noutput\n```", "x = 1\n", True),
-        ("```python\na\n```\n```python\nb\n```", "b\n", True),
-        ("```\nx\n```", "x\n", True),
-        ("```python\nx = 1", "x = 1", False),
-        ("    return 1", "    return 1", False),
-        ("<think>```python\nno\n```</think>```python\nyes\n```", "yes\n", True),
-        ("<think>```python\nnever ends\n```", "", False),
-        ("", "", False),
-    ],
-)
+@pytest.mark.parametrize(("reply", "code", "closed"), [
+    ("```python\nx = 1\n```", "x = 1\n", True),
+    ("```py\nx = 1\n```\nand\n```\noutput\n```", "x = 1\n", True),
+    ("```python\na\n```\n```python\nb\n```", "b\n", True),
+    ("```\nx\n```", "x\n", True),
+    ("```python\nx = 1", "x = 1", False),
+    ("    return 1", "    return 1", False),
+    ("<think>```python\nno\n```</think>```python\nyes\n```", "yes\n", True),
+    ("<think>```python\nnever ends\n```", "", False),
+    ("", "", False),
+])  # fmt: skip
 def test_the_last_block_of_python_is_the_code(reply, code, closed):
     assert code_in(reply) == (code, closed)
 
@@ -197,15 +191,12 @@ def test_config_passes_its_sandbox_to_the_rewards():
     assert runner.programs is None
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"syntax_weight": -1},
-        {"format_weight": "x"},
-        {"syntax_weight": 0.6, "format_weight": 0.6},
-        {"wall_s": 0},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"syntax_weight": -1},
+    {"format_weight": "x"},
+    {"syntax_weight": 0.6, "format_weight": 0.6},
+    {"wall_s": 0},
+])  # fmt: skip
 def test_options_that_cannot_work_are_refused(options):
     with pytest.raises(ConfigError):
         CodeReward(**options)

@@ -110,11 +110,8 @@ def test_attacking_policy_earns_nothing_and_training_continues(model_dir, tmp_pa
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     steps = -(-len(hacks) // 6)
     overrides = [
-        "inference.name=attacker:Attacker",
-        "rollout.group_size=4",
-        f"max_steps={steps}",
-        "rollout.max_tokens=600",
-    ]
+        "inference.name=attacker:Attacker", "rollout.group_size=4", f"max_steps={steps}", "rollout.max_tokens=600",
+    ]  # fmt: skip
     rewards = "rewards=[{name: code, partial: true, wall_s: 1.0, total_s: 2.0}]"
     given = arguments(model_dir, path, tmp_path / "run", *overrides, rewards)
     with build_trainer(load_config(given[0], given[1:])) as trainer:

@@ -198,14 +198,11 @@ def test_a_program_is_judged_in_a_fork_of_the_trainer(sandbox):
     assert sandbox.run(DOUBLE).status == "ok"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"level": "bublewrap"}, "Did you mean 'bubblewrap'"),
-        ({"slots": 0}, "slots=0"),
-        ({"slots": True}, "slots=True"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"level": "bublewrap"}, "Did you mean 'bubblewrap'"),
+    ({"slots": 0}, "slots=0"),
+    ({"slots": True}, "slots=True"),
+])  # fmt: skip
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Sandbox(**options)

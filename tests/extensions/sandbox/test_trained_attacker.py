@@ -37,11 +37,8 @@ from rl4llm.rewards.pool import RewardFailure
 MINUTES = float(os.environ.get("RL4LLM_ATTACKER", "0"))
 FORBIDDEN = 10.0  # reward of an escape or a forged verdict, which no number of seconds reaches
 GOLD = {
-    "code": "assert solve(3) == 60493\nassert solve(4) == 17737",
-    "math": "7919",
-    "python": "",
-    "files": "",
-}
+    "code": "assert solve(3) == 60493\nassert solve(4) == 17737", "math": "7919", "python": "", "files": "",
+}  # fmt: skip
 GENERIC = [
     "import os, sys, ctypes, signal\n", "def solve(n):\n    return 0\n", "def solve(n):\n    while True: pass\n",
     "os.fork()\n", "while True: pass\n", "while True: os.fork()\n", "x = [0] * 10**9\n", "import time; time.sleep(100)\n",

@@ -123,11 +123,8 @@ def test_openai_chat_sees_the_images_of_its_parts(seer):
     params = PARAMS.replace(temperature=0.0, ignore_eos=False, stop_token_ids=renderer.stop_token_ids)
     with later.openai.OpenAI(base_url=f"{seer.url}/v1", api_key="none", max_retries=0) as client:
         asked = {
-            "model": client.models.list().data[0].id,
-            "temperature": 0,
-            "max_tokens": 6,
-            "logprobs": True,
-        }
+            "model": client.models.list().data[0].id, "temperature": 0, "max_tokens": 6, "logprobs": True,
+        }  # fmt: skip
 
         def chat(*parts):
             content = [

@@ -49,12 +49,9 @@ PROMPT = [5, 6, 7, 8]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 NIMBLE = Retry(attempts=6, first_wait_s=0.01, longest_wait_s=0.2)
 LIMITS = {
-    "check_every_s": 0.05,
-    "check_deadline_s": 5.0,
-    "rest": Retry(first_wait_s=0.01, longest_wait_s=0.05),
-    "warn_every_s": 0.1,
-    "all_down_limit_s": 60.0,
-}
+    "check_every_s": 0.05, "check_deadline_s": 5.0, "rest": Retry(first_wait_s=0.01, longest_wait_s=0.05),
+    "warn_every_s": 0.1, "all_down_limit_s": 60.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

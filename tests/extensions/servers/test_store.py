@@ -103,11 +103,8 @@ def test_float32_matrices_are_written_in_the_servers_dtype(tmp_path):
 def test_transformers_and_so_every_server_starts_from_a_version(tmp_path, model, tokenizer, experts):
     if experts:
         sizes = {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "tie_word_embeddings": True,
-        }
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": True,
+        }  # fmt: skip
         own = {**model.config.to_dict(), "model_type": "qwen3_moe", "architectures": None, **sizes}
         model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**own))
     assert model.config.tie_word_embeddings
@@ -177,16 +174,13 @@ def changed(name, tensor):
     return named
 
 
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ({name: tensor for name, tensor in tensors().items() if name != "z"}, r"lack z \[2, 300\] float32"),
-        ({name: tensor for name, tensor in tensors().items() if name != "a"}, r"contain b .* where .* has a"),
-        ({**tensors(), "more": torch.zeros(1)}, "contain more"),
-        (changed("a", torch.zeros(5, 3)), r"contain a \[5, 3\] float32 where .* a \[3, 5\] float32"),
-        (changed("a", torch.zeros(3, 5, dtype=torch.float64)), "contain a .* float64 where"),
-    ],
-)
+@pytest.mark.parametrize(("named", "message"), [
+    ({name: tensor for name, tensor in tensors().items() if name != "z"}, r"lack z \[2, 300\] float32"),
+    ({name: tensor for name, tensor in tensors().items() if name != "a"}, r"contain b .* where .* has a"),
+    ({**tensors(), "more": torch.zeros(1)}, "contain more"),
+    (changed("a", torch.zeros(5, 3)), r"contain a \[5, 3\] float32 where .* a \[3, 5\] float32"),
+    (changed("a", torch.zeros(3, 5, dtype=torch.float64)), "contain a .* float64 where"),
+])  # fmt: skip
 def test_weights_other_than_the_models_own_list_are_refused(tmp_path, named, message):
     store = WeightStore(tmp_path)
     with pytest.raises(WeightsError, match=message):

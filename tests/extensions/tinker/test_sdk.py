@@ -122,11 +122,8 @@ def warm(python_of, _model, tokenizer, tmp_path_factory):
     save_model(_model, tokenizer, home / "model")
     put_into_cache(home / "hf" / "hub", NAME, home / "model")  # where the cookbook looks for the tokenizer
     settings = {
-        "TINKER_API_KEY": KEY,
-        "TINKER_TELEMETRY": "0",
-        "HF_HOME": str(home / "hf"),
-        "HF_HUB_OFFLINE": "1",
-    }
+        "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0", "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
     kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "OMP_NUM_THREADS")}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():

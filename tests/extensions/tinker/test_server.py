@@ -301,22 +301,19 @@ def test_micro_batches_change_no_gradient(client, monkeypatch):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("loss", "options", "change", "message"),
-    [
-        ("stable_reinforce", {}, {}, "loss_fn=importance_sampling"),
-        ("pppo", {}, {}, "Did you mean 'ppo'"),
-        ("ppo", {"clip_low": 0.8}, {}, "clip_low_threshold"),
-        ("ppo", {"clip_low_threshold": "low"}, {}, "Accepted: a number"),
-        ("ppo", {}, {"advantages": None}, "lacks advantages"),
-        ("ppo", {}, {"weights": torch.ones(11)}, "unknown weights"),
-        ("ppo", {}, {"logprobs": torch.zeros(3)}, "logprobs has the shape [3]"),
-        ("ppo", {}, {"target_tokens": torch.full((11,), 10**6)}, "outside the vocabulary"),
-        ("ppo", {}, {"target_tokens": torch.ones(11)}, "target_tokens is torch.float32"),
-        ("ppo", {}, {"advantages": torch.full((11,), math.nan)}, "advantages has NaN or infinite"),
-        ("ppo", {}, {"logprobs": torch.full((11,), -math.inf)}, "logprobs has NaN or infinite"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "options", "change", "message"), [
+    ("stable_reinforce", {}, {}, "loss_fn=importance_sampling"),
+    ("pppo", {}, {}, "Did you mean 'ppo'"),
+    ("ppo", {"clip_low": 0.8}, {}, "clip_low_threshold"),
+    ("ppo", {"clip_low_threshold": "low"}, {}, "Accepted: a number"),
+    ("ppo", {}, {"advantages": None}, "lacks advantages"),
+    ("ppo", {}, {"weights": torch.ones(11)}, "unknown weights"),
+    ("ppo", {}, {"logprobs": torch.zeros(3)}, "logprobs has the shape [3]"),
+    ("ppo", {}, {"target_tokens": torch.full((11,), 10**6)}, "outside the vocabulary"),
+    ("ppo", {}, {"target_tokens": torch.ones(11)}, "target_tokens is torch.float32"),
+    ("ppo", {}, {"advantages": torch.full((11,), math.nan)}, "advantages has NaN or infinite"),
+    ("ppo", {}, {"logprobs": torch.full((11,), -math.inf)}, "logprobs has NaN or infinite"),
+])  # fmt: skip
 def test_a_wrong_loss_is_answered_with_what_is_accepted(client, loss, options, change, message):
     tokens, inputs = rollouts()[0]
     inputs = {name: value for name, value in {**inputs, **change}.items() if value is not None}
@@ -379,18 +376,15 @@ def test_a_prompt_that_fills_the_context_can_be_scored(client):
     assert (found.tokens, found.stops) == ([[]], ["length"])
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"learning_rate": -1.0}, "adam_params.learning_rate=-1.0 is not accepted"),
-        ({"beta1": 1.5}, "adam_params.beta1=1.5 is not accepted"),
-        ({"beta2": "x"}, "adam_params.beta2='x' is not accepted"),
-        ({"eps": -1e-8}, "adam_params.eps=-1e-08 is not accepted"),
-        ({"weight_decay": math.inf}, "adam_params.weight_decay=inf is not accepted"),
-        ({"grad_clip_norm": -1}, "adam_params.grad_clip_norm=-1 is not accepted"),
-        ({"lr": 1e-4}, "Known: beta1, beta2, eps, grad_clip_norm, learning_rate, weight_decay"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"learning_rate": -1.0}, "adam_params.learning_rate=-1.0 is not accepted"),
+    ({"beta1": 1.5}, "adam_params.beta1=1.5 is not accepted"),
+    ({"beta2": "x"}, "adam_params.beta2='x' is not accepted"),
+    ({"eps": -1e-8}, "adam_params.eps=-1e-08 is not accepted"),
+    ({"weight_decay": math.inf}, "adam_params.weight_decay=inf is not accepted"),
+    ({"grad_clip_norm": -1}, "adam_params.grad_clip_norm=-1 is not accepted"),
+    ({"lr": 1e-4}, "Known: beta1, beta2, eps, grad_clip_norm, learning_rate, weight_decay"),
+])  # fmt: skip
 def test_errors_of_a_step_name_what_the_client_wrote(client, given, message):
     with pytest.raises(Refused, match=message) as caught:
         client.do("optim_step", model_id=client.model(), seq_id=1, adam_params=given)

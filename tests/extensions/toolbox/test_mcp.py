@@ -93,20 +93,17 @@ def test_mcp_stdio_server_offers_its_tools_and_schemas(things):
     check_things(things)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shown"),
-    [
-        ("text", "memo://1:\nBuy tea.\nAnd [bread]."),
-        ("textual bytes", 'memo://2:\n{"é": 1}'),
-        ("bytes", "memo://3 (application/gzip, 2,000 bytes), which cannot be shown as text"),
-        ("false text", "memo://4 (text/plain, 2 bytes), which cannot be shown as text"),
-        ("link", "link to file:///r.pdf (report, application/pdf, 12,345 bytes): The report."),
-        ("short link", "link to file:///r.pdf (report)"),
-        ("image", "image (image/png, 70 bytes) that cannot be shown as text"),
-        ("sound", "audio (audio/wav, 5 bytes) that cannot be shown as text"),
-        ("nothing", ""),
-    ],
-)
+@pytest.mark.parametrize(("kind", "shown"), [
+    ("text", "memo://1:\nBuy tea.\nAnd [bread]."),
+    ("textual bytes", 'memo://2:\n{"é": 1}'),
+    ("bytes", "memo://3 (application/gzip, 2,000 bytes), which cannot be shown as text"),
+    ("false text", "memo://4 (text/plain, 2 bytes), which cannot be shown as text"),
+    ("link", "link to file:///r.pdf (report, application/pdf, 12,345 bytes): The report."),
+    ("short link", "link to file:///r.pdf (report)"),
+    ("image", "image (image/png, 70 bytes) that cannot be shown as text"),
+    ("sound", "audio (audio/wav, 5 bytes) that cannot be shown as text"),
+    ("nothing", ""),
+])  # fmt: skip
 def test_parts_of_an_answer_become_text_or_are_described(things, kind, shown):
     assert call(things, "read", kind=kind) == f"Here:\n{shown}"
 

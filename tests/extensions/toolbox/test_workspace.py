@@ -53,17 +53,14 @@ def test_no_path_leads_out_of_a_workspace(workspace, tmp_path):
     assert "secret" not in workspace.search_files("secret") + workspace.list_files()
 
 
-@pytest.mark.parametrize(
-    ("path", "text", "said"),
-    [
-        ("big.txt", "x" * 91, "full: at most 4196 bytes in 3 files"),
-        ("notes", "x", "notes cannot be written: Is a directory"),
-        ("notes/one.txt/two", "x", "cannot be written"),
-        ("n" * 300, "x", "is no path"),
-        ("d/" * 40_000, "x", "is no path: at most 4000 characters"),
-        ("notes/", "x", "cannot be written"),
-    ],
-)
+@pytest.mark.parametrize(("path", "text", "said"), [
+    ("big.txt", "x" * 91, "full: at most 4196 bytes in 3 files"),
+    ("notes", "x", "notes cannot be written: Is a directory"),
+    ("notes/one.txt/two", "x", "cannot be written"),
+    ("n" * 300, "x", "is no path"),
+    ("d/" * 40_000, "x", "is no path: at most 4000 characters"),
+    ("notes/", "x", "cannot be written"),
+])  # fmt: skip
 def test_invalid_writes_are_refused_with_the_cause(workspace, path, text, said):
     with pytest.raises(ToolError, match=said):
         workspace.write_file(path, text)

@@ -19,12 +19,9 @@ from rl4llm.extensions.trl import (
 from rl4llm.extensions.trl.history import history
 
 SMALL = {
-    "per_device_train_batch_size": 2,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "use_cpu": True,
+    "per_device_train_batch_size": 2, "bf16": False, "gradient_checkpointing": False, "use_cpu": True,
     "learning_rate": 1e-2,
-}
+}  # fmt: skip
 ROWS = [{"prompt": "How many", "completion": f" {number} coins"} for number in range(4)]
 PAIRS = [{"chosen": f"{number} coins", "rejected": f"{number} keys"} for number in range(4)]
 

@@ -57,16 +57,13 @@ def test_template_gets_tools_and_variables_of_the_row(tokenizer):
         data_utils.apply_chat_template({"question": "a"}, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "prompt"),
-    [
-        ("It is here.", "It is there.", "It is"),
-        ("It is", "It is here.", "It i"),
-        ("same", "same", "sam"),
-        ([ASKED, RIGHT], [ASKED, WRONG], [ASKED]),
-        ([ASKED, RIGHT], [ASKED, RIGHT, ASKED, WRONG], [ASKED]),
-    ],
-)
+@pytest.mark.parametrize(("chosen", "rejected", "prompt"), [
+    ("It is here.", "It is there.", "It is"),
+    ("It is", "It is here.", "It i"),
+    ("same", "same", "sam"),
+    ([ASKED, RIGHT], [ASKED, WRONG], [ASKED]),
+    ([ASKED, RIGHT], [ASKED, RIGHT, ASKED, WRONG], [ASKED]),
+])  # fmt: skip
 def test_prompt_is_what_both_answers_begin_with(chosen, rejected, prompt):
     made = data_utils.maybe_extract_prompt({"chosen": chosen, "rejected": rejected})
     assert made["prompt"] == prompt

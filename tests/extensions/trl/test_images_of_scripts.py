@@ -175,14 +175,11 @@ def test_strings_with_images_are_refused(place, model):
         grpo(str(model), [{"prompt": "Which?", "image": image()}] * 4)
 
 
-@pytest.mark.parametrize(
-    ("content", "shown"),
-    [
-        ("a <image>", [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "a <image>"}]),
-        ([{"type": "text", "text": "a"}, {"type": "image", "text": None}], None),
-        ([{"type": "text", "text": "a"}], None),
-    ],
-)
+@pytest.mark.parametrize(("content", "shown"), [
+    ("a <image>", [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "a <image>"}]),
+    ([{"type": "text", "text": "a"}, {"type": "image", "text": None}], None),
+    ([{"type": "text", "text": "a"}], None),
+])  # fmt: skip
 def test_images_stand_where_trl_shows_them(content, shown):
     messages = [{"role": "system", "content": "Look."}, *asked(content), *asked("b")]
     found = placed({"images": [image(), None, image(1)]}, messages)

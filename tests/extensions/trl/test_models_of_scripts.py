@@ -69,13 +69,10 @@ def test_classifier_rewards_a_run(classifier_dir, model_dir, tmp_path):
     assert trainer.state.log_history[0]["rewards/a_classifier/mean"] != 0
 
 
-@pytest.mark.parametrize(
-    ("form", "options", "why"),
-    [
-        (AutoModelForSequenceClassification, {"num_labels": 2}, "has 2 labels. Accepted: .* num_labels=1"),
-        (AutoModelForCausalLM, {}, "a LlamaForCausalLM is not a classifier"),
-    ],
-)
+@pytest.mark.parametrize(("form", "options", "why"), [
+    (AutoModelForSequenceClassification, {"num_labels": 2}, "has 2 labels. Accepted: .* num_labels=1"),
+    (AutoModelForCausalLM, {}, "a LlamaForCausalLM is not a classifier"),
+])  # fmt: skip
 def test_other_model_as_reward_is_refused(form, options, why, model_dir):
     with pytest.raises(ConfigError, match=why):
         reward_functions(form.from_pretrained(model_dir, **options), None, plain=True)

@@ -176,28 +176,25 @@ def test_an_adapter_is_what_peft_says_it_is():
         keys_of(peft_config=peft.LoraConfig(target_modules="all-linear", lora_dropout=0.1))
 
 
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"top_entropy_quantile": 0.2}, "no counterpart in rl4llm. Instead"),
-        ({"callbacks": ["x"]}, "metrics.jsonl"),
-        ({"loss_type": "vespo"}, "loss_type"),
-        ({"args": GRPOConfig("out", loss_type="cispo")}, "epsilon_high"),
-        ({"use_vllm": True, "vllm_mode": "remote"}, "vllm_mode='remote'"),
-        ({"num_generations": 7, "per_device_train_batch_size": 8}, "multiple of num_generations=7"),
-        ({"lr_scheduler_type": "polynomial"}, "Accepted: constant"),
-        ({"report_to": ["azure"]}, "report_to"),
-        ({"save_strategy": "epoch"}, "Accepted: no, or steps"),
-        ({"sync_ref_model": True, "beta": 0.1}, "ref_model_mixup_alpha"),
-        ({"entropy_coef": 0.1, "loss_type": "grpo"}, "mean over tokens"),
-        ({"optim": "adafactor"}, "AdamW"),
-        ({"delta": 1.1}, "above 1 \\+ epsilon_high"),
-        ({"steps_per_generation": 2, "generation_batch_size": 16}, "Set only one of them"),
-        ({"args": object()}, "imported from rl4llm.extensions.trl"),
-        ({"args": DPOConfig("out")}, "another trainer"),
-        ({"args": GRPOConfig("out", beta=0.1), "beta": 0.2}, "set twice"),
-    ],
-)
+@pytest.mark.parametrize(("said", "message"), [
+    ({"top_entropy_quantile": 0.2}, "no counterpart in rl4llm. Instead"),
+    ({"callbacks": ["x"]}, "metrics.jsonl"),
+    ({"loss_type": "vespo"}, "loss_type"),
+    ({"args": GRPOConfig("out", loss_type="cispo")}, "epsilon_high"),
+    ({"use_vllm": True, "vllm_mode": "remote"}, "vllm_mode='remote'"),
+    ({"num_generations": 7, "per_device_train_batch_size": 8}, "multiple of num_generations=7"),
+    ({"lr_scheduler_type": "polynomial"}, "Accepted: constant"),
+    ({"report_to": ["azure"]}, "report_to"),
+    ({"save_strategy": "epoch"}, "Accepted: no, or steps"),
+    ({"sync_ref_model": True, "beta": 0.1}, "ref_model_mixup_alpha"),
+    ({"entropy_coef": 0.1, "loss_type": "grpo"}, "mean over tokens"),
+    ({"optim": "adafactor"}, "AdamW"),
+    ({"delta": 1.1}, "above 1 \\+ epsilon_high"),
+    ({"steps_per_generation": 2, "generation_batch_size": 16}, "Set only one of them"),
+    ({"args": object()}, "imported from rl4llm.extensions.trl"),
+    ({"args": DPOConfig("out")}, "another trainer"),
+    ({"args": GRPOConfig("out", beta=0.1), "beta": 0.2}, "set twice"),
+])  # fmt: skip
 def test_what_cannot_be_said_is_refused_with_what_to_do(said, message):
     with pytest.raises(ConfigError, match=message):
         keys_of(**said)

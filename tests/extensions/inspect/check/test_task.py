@@ -120,11 +120,8 @@ def test_calls_that_get_errors_are_quoted(task, tmp_path):
         "def right(completions, **columns):\n    return [0.0] * len(completions)\n"
     )
     keys = [
-        "env.name=calling:Calling",
-        "env.tools=[calculator]",
-        "env.format=any",
-        "env.describe_tools=false",
-    ]
+        "env.name=calling:Calling", "env.tools=[calculator]", "env.format=any", "env.describe_tools=false",
+    ]  # fmt: skip
     report, code = task("rewards=['calling:right']", *keys)
     assert code == 1
     assert "Error: calculator: no argument 'wrong'" in report["refused"][0]

@@ -93,14 +93,11 @@ def test_columns_may_have_other_names_and_hold_messages(capsys):
     assert code == 0 and [line["score"] for line in lines] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"reply": "4", "ground_truth": "4"}\n{"reply": \n', "answers.jsonl:2: not valid JSON"),
-        ('{"text": "4", "ground_truth": "4"}\n' * 3, "answers.jsonl:1: The column 'reply' is missing"),
-        ("\n", "answers.jsonl has no rows"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ('{"reply": "4", "ground_truth": "4"}\n{"reply": \n', "answers.jsonl:2: not valid JSON"),
+    ('{"text": "4", "ground_truth": "4"}\n' * 3, "answers.jsonl:1: The column 'reply' is missing"),
+    ("\n", "answers.jsonl has no rows"),
+])  # fmt: skip
 def test_a_file_that_cannot_be_read_is_refused(text, said, capsys):
     Path("answers.jsonl").write_text(text)
     assert main(["grade", "answers.jsonl"]) == 1

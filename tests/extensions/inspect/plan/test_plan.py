@@ -80,11 +80,8 @@ def runs(tokenizer, tmp_path_factory, sweep):
         "training.lr": 1e-3,
     }
     chats = {
-        "algorithm.name": "sft",
-        "data.path": str(root / "chats"),
-        "rollout.prompts": 4,
-        "training.lr": 1e-3,
-    }
+        "algorithm.name": "sft", "data.path": str(root / "chats"), "rollout.prompts": 4, "training.lr": 1e-3,
+    }  # fmt: skip
     kinds = {
         "warm": {**episodes, "model.path": model, "max_steps": 1},
         "grpo": {**episodes, "model.path": model},
@@ -209,11 +206,8 @@ def test_a_dataset_is_counted_as_it_will_be_packed(model_dir, tmp_path):
     row = {"prompt": "How many?", "chosen": "Answer: 85", "rejected": "I do not know, sorry."}
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
     overrides = {
-        "model.path": str(model_dir),
-        "data.path": str(tmp_path),
-        "eval.every": 0,
-        "rollout.prompts": 4,
-    }
+        "model.path": str(model_dir), "data.path": str(tmp_path), "eval.every": 0, "rollout.prompts": 4,
+    }  # fmt: skip
     config = load_config(None, overrides | {"algorithm.name": "dpo"})
     counts = make_plan(config).counts
     assert (counts.rows, counts.prompts, counts.samples, counts.micro_batches) == (8, 4, 2, 1)
@@ -370,17 +364,14 @@ def test_offload_counts_in_the_memory_of_the_machine(qwen):
     assert not qwen("1.5B", 1, 24 * GIB, COHOST | {"model.device": "cpu"}).host.total
 
 
-@pytest.mark.parametrize(
-    ("keys", "versions"),
-    [
-        ({}, 3),
-        ({"sync.keep": 3}, 4),
-        ({"sync.dir": "weights"}, 0),
-        ({"inference": {"name": "sglang", "url": "http://10.0.0.7:30000"}}, 0),
-        ({"inference": {"name": "sglang"}, "sync.name": "distributed"}, 0),
-        ({"inference": {"name": "local"}}, 0),
-    ],
-)
+@pytest.mark.parametrize(("keys", "versions"), [
+    ({}, 3),
+    ({"sync.keep": 3}, 4),
+    ({"sync.dir": "weights"}, 0),
+    ({"inference": {"name": "sglang", "url": "http://10.0.0.7:30000"}}, 0),
+    ({"inference": {"name": "sglang"}, "sync.name": "distributed"}, 0),
+    ({"inference": {"name": "local"}}, 0),
+])  # fmt: skip
 def test_versions_of_the_weights_take_shared_memory(qwen, keys, versions):
     plan = qwen("1.5B", 2, 24 * GIB, COHOST | keys)
     assert 2 * plan.host.parts.get(VERSIONS, 0) == versions * 2 * plan.models.policy.parameters
@@ -433,13 +424,10 @@ def test_an_adapter_is_proposed_with_a_learning_rate_that_learns(small):
     assert [keys["training.lr"] for keys in proposed] == [1e-5]
 
 
-@pytest.mark.parametrize(
-    ("heads_of_full_layers", "widest"),
-    [
-        ({"global_head_dim": 64}, (4, 2, 64)),
-        ({"global_head_dim": 16, "num_global_key_value_heads": 1}, (4, 2, 32)),
-    ],
-)
+@pytest.mark.parametrize(("heads_of_full_layers", "widest"), [
+    ({"global_head_dim": 64}, (4, 2, 64)),
+    ({"global_head_dim": 16, "num_global_key_value_heads": 1}, (4, 2, 32)),
+])  # fmt: skip
 def test_a_model_whose_layers_differ_is_planned_with_its_widest(tmp_path, heads_of_full_layers, widest):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = Gemma4TextConfig(

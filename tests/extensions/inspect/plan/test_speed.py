@@ -135,21 +135,18 @@ def test_nothing_is_estimated_without_rollouts_or_a_known_card(planned):
     assert estimate(planned("model.device=cpu"), None, here=True) is None
 
 
-@pytest.mark.parametrize(
-    ("words", "card"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-        ("rtx-3090", "RTX-3090"),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA L40", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("words", "card"), [
+    ("NVIDIA H100 80GB HBM3", "H100"),
+    ("NVIDIA H200", "H200"),
+    ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+    ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+    ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+    ("rtx-3090", "RTX-3090"),
+    ("NVIDIA H100 PCIe", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ("NVIDIA L40", None),
+    ("", None),
+])  # fmt: skip
 def test_a_card_is_found_by_the_name_that_torch_gives(words, card):
     assert find_card(words) == card
 
