@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -139,18 +138,6 @@ trainer = GRPOTrainer(
 )
 trainer.train()
 '''
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """Return a working directory; what running a script changes in this process is restored."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
-        del sys.modules[name]
 
 
 def write(place, text, name="script.py"):
