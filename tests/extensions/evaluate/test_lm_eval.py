@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from downloads import smollm2
-from sweeps import sampled
 
 from rl4llm.cli import main
 from rl4llm.compose.environments import make_rewards
@@ -102,7 +101,8 @@ def test_the_verdicts_equal_those_of_lm_eval(name, graders):
     assert seen == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("name", sampled(NAMES, ["math500"]))
+@pytest.mark.sweep  # the prompt and the verdict are above, and tests/test_real_model.py has what the engine says in between
+@pytest.mark.parametrize("name", NAMES)
 def test_a_real_model_gives_the_answers_that_lm_eval_got(name, tmp_path):
     skip_unless_there(name)
     files = {"test": [stored(item) for item in RECORDED[name]], "train": RECORDED["gsm8k_shots"]}
