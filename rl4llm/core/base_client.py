@@ -2,11 +2,9 @@
 
 Each class has one purpose, so that code that needs one of them accepts any object with it:
 
-    Generates      completions and log-probs of given tokens
     TakesWeights   loads versions of the weights and reports which one it holds
-    KeepsSessions  keeps the cache of a conversation between its turns
     LendsDevice    gives its device memory to the trainer and takes it back
-    BaseClient     an engine of a run: the first three, with a beginning and an end
+    BaseClient     an engine of a run: takes weights, samples, scores tokens, and keeps the caches of conversations
     BasePublisher  brings the weights of the trainer to the engines
 """
 
@@ -24,11 +22,56 @@ from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.runtime.runner import run
 
 
-class Generates(Protocol):
-    """Samples completions, and scores tokens. Log-probs follow the convention of `Completion`."""
+class TakesWeights(Protocol):
+    """Loads what the trainer publishes."""
+
+    @abstractmethod
+    async def load(self, weight_ref: WeightRef) -> None:
+        """Load the weights that `weight_ref` names; afterwards `version` returns its version."""
+
+    @abstractmethod
+    async def version(self) -> int:
+        """Return the version of the weights that the engine holds; -1 before the first load."""
+
+
+class LendsDevice(Protocol):
+    """Shares a device with the trainer."""
+
+    @property
+    def awake(self) -> bool:
+        """Return whether the engine has all of its device memory and can serve."""
+
+    async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Release device memory."""
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Allocate the device memory again."""
+
+
+class BaseClient(TakesWeights, ABC):
+    """One inference engine, in this process or behind a network. Log-probs follow the convention of `Completion`.
+
+    A *session* names a conversation, for example "12/gsm8k-17/3". An engine may keep its cache between the turns until
+    `release`; results never depend on it.
+    """
 
     context_length: int
     vocab_size: int
+    in_process: ClassVar[bool] = False  # True: each rank has its own engine, else all speak with the same
+    takes_images: ClassVar[bool] = False  # False: no run with model.vision starts on it
+    keeps_features: ClassVar[bool] = (
+        False  # whether requests that continue after a load keep the features of their images
+    )
+    is_server: ClassVar[bool] = False  # True: made once for each address, and used through a fleet
+    publishers: tuple[str, ...] = ("filesystem",)  # sync.name may be; the first where the user leaves it open
+
+    @classmethod
+    def memory(
+        cls, shape: ModelShape, precision: Precision, options: Mapping[str, Any], load: EngineLoad
+    ) -> dict[str, int]:
+        """Return the bytes that the engine takes on a trainer's device under this load, by purpose, with these options of a
+        configuration; nothing if it runs elsewhere."""
+        return {}
 
     @abstractmethod
     async def generate(
@@ -51,26 +94,6 @@ class Generates(Protocol):
         Those at the places of `images` mean nothing.
         """
 
-
-class TakesWeights(Protocol):
-    """Loads what the trainer publishes."""
-
-    @abstractmethod
-    async def load(self, weight_ref: WeightRef) -> None:
-        """Load the weights that `weight_ref` names; afterwards `version` returns its version."""
-
-    @abstractmethod
-    async def version(self) -> int:
-        """Return the version of the weights that the engine holds; -1 before the first load."""
-
-
-class KeepsSessions:
-    """Keeps caches of conversations.
-
-    A *session* names one, for example "12/gsm8k-17/3". An engine may keep its cache between the turns of a session until
-    `release`; results never depend on it.
-    """
-
     async def expect(self, session: str) -> None:
         """Begin a conversation; an engine in deterministic mode waits for all active conversations."""
 
@@ -79,40 +102,6 @@ class KeepsSessions:
 
     async def release(self, session: str) -> None:
         """End a conversation; the engine may drop its cache."""
-
-
-class LendsDevice(Protocol):
-    """Shares a device with the trainer."""
-
-    @property
-    def awake(self) -> bool:
-        """Return whether the engine has all of its device memory and can serve."""
-
-    async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Release device memory."""
-
-    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Allocate the device memory again."""
-
-
-class BaseClient(Generates, TakesWeights, KeepsSessions, ABC):
-    """One inference engine, which runs in this process or behind a network."""
-
-    in_process: ClassVar[bool] = False  # True: each rank has its own engine, else all speak with the same
-    takes_images: ClassVar[bool] = False  # False: no run with model.vision starts on it
-    keeps_features: ClassVar[bool] = (
-        False  # whether requests that continue after a load keep the features of their images
-    )
-    is_server: ClassVar[bool] = False  # True: made once for each address, and used through a fleet
-    publishers: tuple[str, ...] = ("filesystem",)  # sync.name may be; the first where the user leaves it open
-
-    @classmethod
-    def memory(
-        cls, shape: ModelShape, precision: Precision, options: Mapping[str, Any], load: EngineLoad
-    ) -> dict[str, int]:
-        """Return the bytes that the engine takes on a trainer's device under this load, by purpose, with these options of a
-        configuration; nothing if it runs elsewhere."""
-        return {}
 
     def __str__(self) -> str:
         """Return its name in messages."""

@@ -21,7 +21,7 @@ from rl4llm.core.registry import load
 from rl4llm.core.types import Completion, FinishReason, SamplingParams
 from rl4llm.inference.embedded.kv_cache import KVCache, Window
 from rl4llm.inference.embedded.row_tables import PrefixTable, RowTable, shared_prefix
-from rl4llm.inference.embedded.rows import BusyRow, Counters, Decoding, Fill, Newcomer, Request, startable
+from rl4llm.inference.embedded.rows import Batch, BusyRow, Counters, Fill, Newcomer, Request, startable
 from rl4llm.inference.embedded.stops import (
     CONTINUES,
     STOP_TOKEN,
@@ -65,7 +65,7 @@ class Engine:
         absent = sorted(absent_tokens(tokenizer, self.vocab_size))
         self._absent_A = torch.tensor(absent, device=self.device) if absent else None
         self._counters = Counters()
-        self._batch: Decoding | None = None
+        self._batch: Batch | None = None
         self._ended: list[BusyRow] = []  # whose requests are over, while the batch still computes them
         self.version = -1
         self.waiting: list[Request] = []
@@ -320,7 +320,7 @@ class Engine:
             self._decoder.prefill(torch.tensor(padded, device=self.device), cache)
             self._counters.prefill_tokens += sum(len(fill.token_ids) for fill in chunk)
 
-    def _current_batch(self) -> Decoding:
+    def _current_batch(self) -> Batch:
         """Return the running batch; make a new one if its rows changed or outgrew the cache."""
         if self._batch is not None and self._batch.full:
             self._end_batch()

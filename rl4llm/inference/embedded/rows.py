@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -228,7 +228,7 @@ class Decoder(ABC):
         window: Callable[[], Window],
         requests: Sequence[Request],
         stops: StopTable | None,
-    ) -> Decoding:
+    ) -> Batch:
         """Return a batch of the rows of a window, which decode these requests."""
         return Batch(self, cache, window(), requests, stops)
 
@@ -245,41 +245,11 @@ class Decoder(ABC):
         """Return the logits (B, S, V) after each of these tokens."""
 
 
-class Decoding(Protocol):
+class Batch:
     """Decodes the same rows step by step. New rows need another batch, and so does a full cache.
 
     `steps_left` says in how many steps the first of the requests reaches its length; set it after `end`.
     """
-
-    steps_left: int
-
-    @property
-    def unread(self) -> int:
-        """Return the number of steps that were not read."""
-
-    @property
-    def due(self) -> bool:
-        """Return whether the steps must be read before the next one; a NaN is detected then."""
-
-    @property
-    def full(self) -> bool:
-        """Return whether the cache has no room for another step."""
-
-    def step(self) -> None:
-        """Append the next token of every row."""
-
-    def codes(self) -> list[int] | None:
-        """Return a stop code per row, or None for the common step in which no row may stop."""
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return the tokens (B, N) and log-probs (B, N) of the steps since the last call."""
-
-    def end(self, slots: Sequence[int]) -> bool:
-        """Stop rows and let the others decode; return False where that needs a batch without these rows."""
-
-
-class Batch:
-    """A batch of any decoder, as `Decoding` describes it. Rows that end make a new one."""
 
     def __init__(
         self,
@@ -302,17 +272,21 @@ class Batch:
 
     @property
     def unread(self) -> int:
+        """Return the number of steps that were not read."""
         return len(self._steps)
 
     @property
     def due(self) -> bool:
+        """Return whether the steps must be read before the next one; a NaN is detected then."""
         return len(self._steps) == PERIOD
 
     @property
     def full(self) -> bool:
+        """Return whether the cache has no room for another step."""
         return self._window.span > self._cache.capacity
 
     def step(self) -> None:
+        """Append the next token of every row."""
         self._cache.window = self._window
         self._tokens_B, logprobs_B = self._sampler(self._decoder.step(self._tokens_B, self._cache))
         self._steps.append((self._tokens_B, logprobs_B))
@@ -320,15 +294,18 @@ class Batch:
         self.steps_left -= 1
 
     def codes(self) -> list[int] | None:
+        """Return a stop code per row, or None for the common step in which no row may stop."""
         if self._stops is None:
             return None
         codes_B = self._stops(self._tokens_B)
         return codes_B.tolist() if codes_B.any() else None
 
     def read(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens (B, N) and log-probs (B, N) of the steps since the last call."""
         tokens, logprobs = zip(*self._steps, strict=True)
         self._steps = []
         return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
 
     def end(self, slots: Sequence[int]) -> bool:
+        """Stop rows and let the others decode; return False where that needs a batch without these rows."""
         return False

@@ -19,7 +19,7 @@ from torch import Tensor
 from rl4llm.inference.embedded.flash import PLAIN, compiled, flash_for
 from rl4llm.inference.embedded.kv_cache import LEAST_ROWS, KVCache, TokenCache, Window, padded_rows
 from rl4llm.inference.embedded.llama_decode import LlamaDecoder
-from rl4llm.inference.embedded.rows import Decoding, Request
+from rl4llm.inference.embedded.rows import Batch, Request
 from rl4llm.inference.embedded.sampling import PERIOD, Kind, StaticSampler
 from rl4llm.inference.embedded.stops import StopTable
 
@@ -120,8 +120,8 @@ class StaticStep:
         place_1.add_(1)
 
 
-class StaticBatch:
-    """The rows of a `StaticStep` that decode together; see `Batch`."""
+class StaticBatch(Batch):
+    """The rows of a `StaticStep` that decode together."""
 
     def __init__(
         self, step: StaticStep, positions: Sequence[int], requests: Sequence[Request], stops: StopTable | None
@@ -224,7 +224,7 @@ class StaticDecoder(LlamaDecoder):
         window: Callable[[], Window],
         requests: Sequence[Request],
         stops: StopTable | None,
-    ) -> Decoding:
+    ) -> Batch:
         """Return a batch of rows. With top-k or top-p, only its logits come from a captured step."""
         kind = Kind.of([request.params for request in requests])
         if kind.filters:
