@@ -95,7 +95,6 @@ def build_supervised(setup: Setup, dataset: Any) -> Callable[[RunDir], DatasetTr
             held_out=kept_out,
             fitting=fitting_rows_of,
             measuring=prepared(batching=replace(batching, updates_per_rollout=1, epochs=1)),
-            tracker=tracker,
             **base_of(setup, backend, run, tracker),
         )
 

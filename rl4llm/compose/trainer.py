@@ -228,7 +228,6 @@ def _reinforced(
             sampling_params=sampling_of(config),
             eval_params=sampling_of(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
             preparation=preparation,
-            tracker=tracker,
             staleness=Staleness(config.rollout.max_staleness, repeatable=config.deterministic),
             evaluation=_together(measured) if measured else None,
             **base_of(setup, backend, run, tracker),
@@ -291,7 +290,7 @@ def base_of(setup: Setup, backend: BaseBackend, run: RunDir, tracker: RunTracker
     return {
         "algorithm": setup.algorithm,
         "backend": backend,
-        "clock": tracker.clock,
+        "tracker": tracker,
         "schedule": schedule,
         "run": run,
         "ranks": setup.machine.ranks,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -26,9 +24,7 @@ from rl4llm.runs.checkpoint import (
 from rl4llm.runs.run_dir import RunDir, replace_directory
 from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.watchdog import Watchdog, stop_on_signals
-
-Clock = Callable[[str], AbstractContextManager[Any]]
-"""Times the phases of a step: ``with clock("rollout"): ...``."""
+from rl4llm.tracking.run import RunTracker
 
 
 @dataclass(slots=True)
@@ -85,7 +81,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         *,
         algorithm: BaseAlgorithm,
         backend: BaseBackend,
-        clock: Clock,
+        tracker: RunTracker,
         schedule: Schedule,
         run: RunDir,
         ranks: Ranks | None = None,
@@ -93,7 +89,8 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         self.algorithm = algorithm
         self.backend = backend
         self.watchdog = Watchdog(ranks or Ranks(), schedule.timeout_s)
-        self.clock = self.watchdog.around(clock)
+        self.tracker = tracker
+        self.clock = self.watchdog.around(tracker.clock)
         self.schedule = schedule
         self.run = run
         self.ranks = ranks or Ranks()
@@ -158,9 +155,9 @@ class BaseTrainer(ABC, Generic[AnyStep]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    @abstractmethod
     def close(self) -> None:
         """Release the run's directory, engines, environments and logs."""
+        self.tracker.close()
 
     @abstractmethod
     def collect(self) -> AnyStep:
@@ -303,13 +300,13 @@ class BaseTrainer(ABC, Generic[AnyStep]):
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned; called on resume, before the first step."""
 
-    @abstractmethod
     def begin(self, step: int) -> None:
         """Open the logs after `step` finished steps; -1 means a new run."""
+        self.tracker.begin(step)
 
-    @abstractmethod
     def warn(self, text: str) -> None:
         """Show a warning."""
+        self.tracker.warn(text)
 
 
 BaseRLTrainer = BaseTrainer

@@ -12,7 +12,6 @@ from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.core.base_backend import of_update
 from rl4llm.core.types import Group, Update
 from rl4llm.data.prompts import PromptStream
-from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.base_trainer import BaseTrainer, Step
 from rl4llm.trainers.prepare import Preparation
 
@@ -35,7 +34,6 @@ class DatasetTrainer(BaseTrainer[Step]):
         held_out: Sequence[dict[str, Any]],
         fitting: Callable[[Any], Sequence[dict[str, Any]]],
         measuring: Preparation,
-        tracker: RunTracker,
         **base: Any,
     ):
         super().__init__(**base)
@@ -47,7 +45,6 @@ class DatasetTrainer(BaseTrainer[Step]):
         self.held_out = held_out
         self.fitting = fitting
         self.measuring = measuring
-        self.tracker = tracker
 
     def collect(self) -> Step:
         """Return the next rows as tokens with authors."""
@@ -89,9 +86,6 @@ class DatasetTrainer(BaseTrainer[Step]):
         ]
         return of_update(parts, self.ranks)
 
-    def close(self) -> None:
-        self.tracker.close()
-
     def export(self, directory: Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face directory."""
         if self.ranks.is_first:
@@ -103,12 +97,6 @@ class DatasetTrainer(BaseTrainer[Step]):
 
     def restore(self, state: dict[str, Any]) -> None:
         self.prompts.restore(state["prompts"])
-
-    def begin(self, step: int) -> None:
-        self.tracker.begin(step)
-
-    def warn(self, text: str) -> None:
-        self.tracker.warn(text)
 
     def _group(self, rows: Sequence[dict[str, Any]], row: int) -> Group:
         return self.read(rows[row], str(rows[row].get("prompt_id", row)))

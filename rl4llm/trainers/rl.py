@@ -30,7 +30,6 @@ from rl4llm.sync.verify import (
     token_mismatch,
 )
 from rl4llm.tracking.episodes import TrainedTokens
-from rl4llm.tracking.run import RunTracker
 from rl4llm.trainers.base_trainer import BaseTrainer, Step
 from rl4llm.trainers.prepare import Preparation
 
@@ -69,7 +68,6 @@ class RLTrainer(BaseTrainer[RLStep]):
         sampling_params: SamplingParams,
         eval_params: SamplingParams,
         preparation: Preparation,
-        tracker: RunTracker,
         evaluation: Rollout | MixedRollout | None = None,
         staleness: Staleness | None = None,
         **base: Any,
@@ -82,7 +80,6 @@ class RLTrainer(BaseTrainer[RLStep]):
         self.sampling_params = sampling_params
         self.eval_params = eval_params
         self.preparation = preparation
-        self.tracker = tracker
         self.evaluation = evaluation
         self.staleness = staleness or Staleness()
         self.stream = GroupStream(rollout, prompts, inference.runner, self._sampled_as)
@@ -205,7 +202,7 @@ class RLTrainer(BaseTrainer[RLStep]):
                 if rollout is not None:
                     rollout.close()
         finally:
-            self.tracker.close()
+            super().close()
 
     @property
     def tokenizer(self) -> Any:
@@ -251,7 +248,7 @@ class RLTrainer(BaseTrainer[RLStep]):
             self.stream.kept = read_played(files, self.stream.rounds, share, oldest)
 
     def begin(self, step: int) -> None:
-        self.tracker.begin(step)
+        super().begin(step)
         self.tracker.table(
             [(row["what"], row["value"]) for row in self.plan], title="how a rollout becomes updates"
         )
@@ -260,9 +257,6 @@ class RLTrainer(BaseTrainer[RLStep]):
             self.tracker.note(
                 f"{kept} prompts have been played; {begun - kept} are played again, from their seeds"
             )
-
-    def warn(self, text: str) -> None:
-        self.tracker.warn(text)
 
     @property
     def critic(self) -> BaseBackend | None:
