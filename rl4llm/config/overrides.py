@@ -83,7 +83,8 @@ def annotation(config: Any, names: Sequence[str]) -> Any:
 def _value(text: str, config: Any, names: list[str]) -> Any:
     hint = annotation(config, names)
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if not quoted and (is_text(hint) or not (text.startswith(("[", "{")) or _of_keys(hint))):
+    nested = takes(hint, dict) or dataclasses.is_dataclass(hint) or text.startswith(("[", "{"))
+    if not quoted and (is_text(hint) or not nested):
         return _scalar(text, hint)
     try:
         return _built(yaml.compose(text, yaml.SafeLoader), config, names)
@@ -91,11 +92,6 @@ def _value(text: str, config: Any, names: list[str]) -> Any:
         if not (quoted and is_text(hint)):
             raise
         return text  # such as "yes" or "no"
-
-
-def _of_keys(hint: Any) -> bool:
-    """Return whether a key is a section or a mapping, whose value is YAML of any form."""
-    return takes(hint, dict) or dataclasses.is_dataclass(hint)
 
 
 def _built(node: yaml.Node | None, config: Any, names: list[str]) -> Any:

@@ -131,13 +131,11 @@ def _parameters(value: Any, name: str) -> dict[str, Any]:
         return {"type": "object", "properties": parameters}
     if parameters.get("properties") is not None:
         properties = read_arguments(parameters["properties"], f"{where}: properties")
-        parameters["properties"] = {key: _property(item) for key, item in properties.items()}
+        parameters["properties"] = {  # of which columns of one type store each as JSON text
+            key: read_arguments(item) if isinstance(item, str) and item.lstrip().startswith("{") else item
+            for key, item in properties.items()
+        }
     return parameters
-
-
-def _property(item: Any) -> Any:
-    """Return the schema of a parameter, which columns of one type store as JSON text."""
-    return read_arguments(item) if isinstance(item, str) and item.lstrip().startswith("{") else item
 
 
 def _refused(value: Any) -> DataError:

@@ -117,11 +117,11 @@ def load_rows(
         raise ConfigError(f"data.limit={limit} is not accepted. Accepted: 1 or more, or null for all rows.")
     name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
     faults: list[str] = []
-    drafts = _drafts(reader, read_rows(source, split), faults, skip=bad_rows == "skip")
+    prompts = _prompts(reader, read_rows(source, split), faults, skip=bad_rows == "skip")
     of_file = isinstance(source, str | os.PathLike)
     rows: list[Row | bytes] = []
     places: list[str] = []
-    for where, row in islice(_with_ids(drafts), limit):
+    for where, row in islice(prompts, limit):
         rows.append(pickle.dumps(row, pickle.HIGHEST_PROTOCOL) if of_file else row)
         places.append(where)
     if not rows:
@@ -132,16 +132,6 @@ def load_rows(
         )
         raise DataError(f"{name}: {why} (split {split!r}). Next step: check data.path and data.split.")
     return Rows(tuple(rows), name, tuple(places), tuple(faults))
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A prompt that has no name yet; equal rows share a `content_hash`."""
-
-    where: str
-    given_id: str | None
-    content_hash: str
-    row: Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +168,8 @@ class RowReader:
             if groups == 0:
                 raise ConfigError(f"data.answer_pattern={pattern!r} has no group. Put ( ) around the answer.")
 
-    def draft(self, where: str, row: Any) -> Draft:
-        """Return the prompt of a stored row; raises DataError for an invalid row."""
+    def named(self, where: str, row: Any) -> tuple[str, Row]:
+        """Return the prompt of a stored row, and its name, which equal rows share; raises DataError for an invalid row."""
         if not isinstance(row, Mapping):
             table = (
                 " A table of pandas is accepted as table.to_dict('records')." if isinstance(row, str) else ""
@@ -187,19 +177,15 @@ class RowReader:
             raise DataError(
                 f"{where}: a row must be a mapping of columns, like {{'prompt': ...}}, not {row!r:.60}.{table}"
             )
-        if self.home is not None:
-            return self._with_images(where, row)
-        return self._draft(where, row)
-
-    def _with_images(self, where: str, row: Mapping[str, Any]) -> Draft:
-        """Return the prompt of a row that may have images."""
+        if self.home is None:
+            return self._named(where, row)
         try:
             reader = replace(self, home=None, images=load("rl4llm.data.images:RowImages")(row, self.home))
-            return reader._draft(where, {name: row[name] for name in row if name not in IMAGES})
+            return reader._named(where, {name: row[name] for name in row if name not in IMAGES})
         except BadRowError as error:
             raise error if str(error).startswith(where) else BadRowError(f"{where}: {error}") from error
 
-    def _draft(self, where: str, row: Mapping[str, Any]) -> Draft:
+    def _named(self, where: str, row: Mapping[str, Any]) -> tuple[str, Row]:
         messages, answers, stored = self.read(where, row)
         if self.images is not None:
             messages = self.images.placed(messages)
@@ -226,9 +212,8 @@ class RowReader:
                 raise BadRowError(
                     f"{where}: {around!r} contains a lone surrogate, which is not valid Unicode."
                 ) from error
-        text = json.dumps(stored, sort_keys=True, default=_named)
-        content_hash = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return Draft(where, _given_id(where, row), content_hash, made)
+        text = json.dumps(stored, sort_keys=True, default=_as_text)
+        return _given_id(where, row) or hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), made
 
     def with_system_prompt(self, where: str, row: Mapping[str, Any], messages: Messages) -> Messages:
         """Return messages after the system prompt of the row's column or the configuration; a row has one of them."""
@@ -329,31 +314,29 @@ def conversation(where: str, column: str, stored: Any, picture: ReadPicture | No
     return messages
 
 
-def _drafts(
+def _prompts(
     reader: RowReader, located: Iterator[Located], faults: list[str], *, skip: bool
-) -> Iterator[Draft]:
-    """Yield the prompts of stored rows; with `skip`, put the faults of bad rows into `faults` instead of raising them."""
+) -> Iterator[tuple[str, Row]]:
+    """Yield the prompts of stored rows with their places; names that several share get a number from the second on.
+
+    With `skip`, put the faults of bad rows into `faults` instead of raising them.
+    """
+    used: set[str] = set()
+    copies: Counter[str] = Counter()
     for where, row in located:
         try:
-            yield reader.draft(where, row)
+            name, made = reader.named(where, row)
         except BadRowError as error:
             if not skip:
                 raise BadRowError(f"{error} {OR_SKIP}") from error
             faults.append(str(error))
-
-
-def _with_ids(drafts: Iterator[Draft]) -> Iterator[tuple[str, Row]]:
-    """Name each row; names that several rows share get a number from the second on."""
-    used: set[str] = set()
-    copies: Counter[str] = Counter()
-    for draft in drafts:
-        name = draft.given_id or draft.content_hash
+            continue
         prompt_id = name
         while prompt_id in used:
             copies[name] += 1
             prompt_id = f"{name}-{copies[name] + 1}"
         used.add(prompt_id)
-        yield draft.where, {"prompt_id": prompt_id, **draft.row}
+        yield where, {"prompt_id": prompt_id, **made}
 
 
 def _given_id(where: str, row: Mapping[str, Any]) -> str | None:
@@ -366,7 +349,7 @@ def _given_id(where: str, row: Mapping[str, Any]) -> str | None:
     return str(value)
 
 
-def _named(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return what stands for a value that is no JSON; the text of an image of Pillow would be another one in each run."""
     return type(value).__name__ if hasattr(value, "save") else str(value)
 

@@ -249,14 +249,10 @@ _READERS: Mapping[str, Callable[[Path, str], Iterator[Located]]] = {
 
 
 def _numbered(rows: Iterable[Any], where: str) -> Iterator[Located]:
-    rows = map(arrow_row, rows) if _is_arrow(rows) else rows
-    return ((f"{where}[{number}]", row) for number, row in enumerate(rows))
-
-
-def _is_arrow(rows: Any) -> bool:
-    """Return whether rows are a dataset of the package `datasets`, which stores columns with the same keys in all rows."""
     datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(rows, datasets.Dataset | datasets.IterableDataset)
+    if datasets is not None and isinstance(rows, datasets.Dataset | datasets.IterableDataset):
+        rows = map(arrow_row, rows)  # it stores columns with the same keys in all rows
+    return ((f"{where}[{number}]", row) for number, row in enumerate(rows))
 
 
 def _split_of(splits: Mapping[str, Any], split: str, where: str) -> Any:

@@ -83,7 +83,9 @@ class SpecialTokens:
         """Return the text of a message with marks for special tokens; raises SpecialTokenError if they are refused."""
         if self.mode == "allow":
             return text
-        return self._pattern(role).sub(lambda found: self._mark(found.group(), role), text)
+        return self._patterns.get(role, self._patterns["user"]).sub(
+            lambda found: self._mark(found.group(), role), text
+        )
 
     def marked_data(self, value: Any) -> Any:
         """Return calls or schemas with marks for special tokens in any text.
@@ -98,11 +100,11 @@ class SpecialTokens:
                 return text
             if any(text in token for token in self.control):
                 return self._mark(text) if text else text
-            head = next((n for n in range(min(self._longest, len(text)), 0, -1) if text[:n] in self._ends), 0)
+            longest, begins, ends = self._parts
+            sizes = range(min(longest, len(text)), 0, -1)
+            head = next((n for n in sizes if text[:n] in ends), 0)
             text = self._mark(text[:head]) + text[head:] if head else text
-            tail = next(
-                (n for n in range(min(self._longest, len(text)), 0, -1) if text[-n:] in self._starts), 0
-            )
+            tail = next((n for n in sizes if text[-n:] in begins), 0)
             return text[:-tail] + self._mark(text[-tail:]) if tail else text
         if isinstance(value, Mapping):
             return {self.marked_data(key): self.marked_data(item) for key, item in value.items()}
@@ -139,7 +141,7 @@ class SpecialTokens:
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
             return self._encoded_in_pieces(text)
         twin, names, ids = self._twin
-        text = self._control.sub(lambda found: names[found.group()], text)
+        text = self._patterns["tool"].sub(lambda found: names[found.group()], text)
         return [
             ids.get(token, token) for token in twin.encode(self.plain(text), add_special_tokens=False).ids
         ]
@@ -180,34 +182,21 @@ class SpecialTokens:
     def _added(self) -> re.Pattern[str]:
         return _any_of(self._tokenizer.get_added_vocab())
 
-    def _pattern(self, role: str) -> re.Pattern[str]:
-        return {"tool": self._control, "assistant": self._foreign}.get(role, self._anywhere)
+    @cached_property
+    def _patterns(self) -> Mapping[str, re.Pattern[str]]:
+        """What is special in the text of a role. The assistant writes some of these tokens itself."""
+        return {
+            "user": _any_of(self.control),
+            "tool": _any_of(self.control | self.tool_control),
+            "assistant": _any_of(self.control - self.own),
+        }
 
     @cached_property
-    def _anywhere(self) -> re.Pattern[str]:
-        return _any_of(self.control)
-
-    @cached_property
-    def _control(self) -> re.Pattern[str]:
-        return _any_of(self.control | self.tool_control)
-
-    @cached_property
-    def _foreign(self) -> re.Pattern[str]:
-        """Match the control tokens that the assistant does not write."""
-        return _any_of(self.control - self.own)
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self.control), default=1) - 1
-
-    @cached_property
-    def _starts(self) -> frozenset[str]:
-        """Return the beginnings of control tokens."""
-        return frozenset(token[:end] for token in self.control for end in range(1, len(token)))
-
-    @cached_property
-    def _ends(self) -> frozenset[str]:
-        return frozenset(token[start:] for token in self.control for start in range(1, len(token)))
+    def _parts(self) -> tuple[int, frozenset[str], frozenset[str]]:
+        """The length of the longest part of a control token, and the beginnings and ends of all of them."""
+        cuts = [(token[:at], token[at:]) for token in self.control for at in range(1, len(token))]
+        begins, ends = frozenset(begin for begin, _ in cuts), frozenset(end for _, end in cuts)
+        return max(map(len, begins), default=0), begins, ends
 
     @cached_property
     def _marks_pattern(self) -> re.Pattern[str]:

@@ -336,8 +336,8 @@ def _differences(
     was: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """What two fingerprints disagree on, one line per dotted key; the old one may lack keys that have a default."""
-    new = dict(_flat(given))
-    old = {key: value for key, value in _flat(defaults) if key in new} | dict(_flat(was))
+    new = dict(dotted(given))
+    old = {key: value for key, value in dotted(defaults) if key in new} | dict(dotted(was))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key, NOTHING) != new.get(key, NOTHING))
     return tuple(f"{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys)
 
@@ -346,9 +346,10 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
     return repr(values[key]) if key in values else "nothing"
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of nested mappings with their values."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -19,7 +19,7 @@ from rl4llm.extensions.view.index import EpisodeIndex
 from rl4llm.extensions.view.story import Totals, episodes, headline, histogram
 from rl4llm.extensions.view.texts import TokenTexts
 from rl4llm.runs.lock import is_locked
-from rl4llm.runs.run_dir import RunDir
+from rl4llm.runs.run_dir import RunDir, dotted
 from rl4llm.tracking.alerts import RULES
 from rl4llm.tracking.glossary import find
 
@@ -134,7 +134,13 @@ class ViewedRun:
             config = yaml.safe_load(self._run.config_file.read_text(encoding="utf-8"))
             if not isinstance(config, Mapping):
                 return {}, ["config.yaml does not contain a configuration"]
-            return dict(_flat(redacted(config))), []
+            found = dict(dotted(redacted(config)))
+            plain = str | int | float | None  # other values are shown as JSON
+            shown = (
+                value if isinstance(value, plain) else json.dumps(value, default=str)
+                for value in found.values()
+            )
+            return dict(zip(found, shown, strict=True)), []
         except FileNotFoundError:
             return {}, ["config.yaml does not exist"]
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -234,16 +240,3 @@ def _glossary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
         for name, metric in found.items()
         if metric
     }
-
-
-def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield (
-                f"{prefix}{key}",
-                value
-                if isinstance(value, str | int | float | bool | None)
-                else json.dumps(value, default=str),
-            )
