@@ -9,7 +9,9 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -19,6 +21,7 @@ from rl4llm.core.base_reward import policy_messages
 from rl4llm.core.errors import RewardError
 from rl4llm.rewards.pool import RewardFailure
 from rl4llm.runtime.raised import raised
+from rl4llm.runtime.threads import repeated
 
 SLOW_AFTER_S = 60.0
 logger = logging.getLogger("rl4llm.rewards")
@@ -200,26 +203,13 @@ def _checked_turns(name: str, value: Any, sample: SampleState) -> list[float] | 
     return numbers
 
 
-@contextlib.contextmanager
-def _watched(name: str, num_samples: int, slow_after_s: float) -> Iterator[None]:
+def _watched(name: str, num_samples: int, slow_after_s: float) -> AbstractContextManager[None]:
     """Log a warning at intervals while a slow reward runs."""
-    done = threading.Event()
-
-    def watch() -> None:
-        rounds = 1
-        while not done.wait(slow_after_s):
-            logger.warning(
-                "Reward %r has been running for %g s on %d samples.", name, rounds * slow_after_s, num_samples
-            )
-            rounds += 1
-
-    thread = threading.Thread(target=watch, name=f"rl4llm-watch-{name}", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    seconds = count(slow_after_s, slow_after_s)
+    slow = "Reward %r has been running for %g s on %d samples."
+    return repeated(
+        slow_after_s, lambda: logger.warning(slow, name, next(seconds), num_samples), f"rl4llm-watch-{name}"
+    )
 
 
 def _raised(reward_function: BaseRewardFunction, error: Exception) -> str:

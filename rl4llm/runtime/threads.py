@@ -8,8 +8,9 @@ import inspect
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from types import coroutine
 from typing import Any, NamedTuple, TypeVar
@@ -87,6 +88,24 @@ class OneThread:
             result, error = _tried(job.work)
             _tell(job, result, error)
             del job, result, error  # finished work is not kept alive while waiting
+
+
+@contextmanager
+def repeated(every_s: float, work: Callable[[], Any], name: str) -> Iterator[None]:
+    """Do something in a separate thread, again and again every `every_s` seconds, until the block ends."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            work()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 async def call_off_loop(name: str, function: Callable[..., Any], *args: Any) -> Any:

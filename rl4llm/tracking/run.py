@@ -243,6 +243,7 @@ class RunTracker:
         return [(count, found, failures) for count, found, failures, _ in gathered]
 
     def _say_what_is_left(self) -> None:
+        """Print the warnings of this rank that no step has sent to the first one."""
         for text in dict.fromkeys(self._unsaid):
             self.console.warn(f"rank {self._ranks.rank}: {text}")
 
@@ -273,6 +274,7 @@ class RunTracker:
         return Trackers(trackers, self._tolerant)
 
     def _show_phase(self, phase: str) -> None:
+        """Show the phase that begins, here and to the other ranks."""
         if phase != "step":  # all the others are inside it
             self.console.phase(phase)
             self._waiting.phase(phase)

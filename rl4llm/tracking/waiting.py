@@ -6,15 +6,15 @@ removes the file afterwards. The first rank reads these files. Fast phases write
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from rl4llm.runtime.ranks import Ranks
+from rl4llm.runtime.threads import repeated
 from rl4llm.tracking.console import duration
 
 SLOW_S = 10.0
@@ -39,21 +39,17 @@ class Waiting:
         self._since = time.time()
         self._next_line_s = FIRST_LINE_S
         self._told: tuple[Any, ...] | None = None
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._watching = ExitStack()
 
     def start(self) -> None:
         """Watch in a thread until `stop`."""
         for left in self._directory.glob(".waiting-*") if self._ranks.is_first else ():
             left.unlink(missing_ok=True)
-        self._thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
-        self._thread.start()
+        self._watching.callback(self._file.unlink, missing_ok=True)
+        self._watching.enter_context(repeated(min(LOOK_S, self._slow_s / 2), self._look, "waiting"))
 
     def stop(self) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._file.unlink(missing_ok=True)
+        self._watching.close()
 
     def phase(self, name: str) -> None:
         """Begin a phase."""
@@ -72,13 +68,12 @@ class Waiting:
     def _file(self) -> Path:
         return self._directory / f".waiting-{self._ranks.rank}"
 
-    def _watch(self) -> None:
-        while not self._over.wait(min(LOOK_S, self._slow_s / 2)):
-            with contextlib.suppress(OSError):  # other writers report a full disk
-                if self._ranks.is_first:
-                    self._speak()
-                else:
-                    self._show()
+    def _look(self) -> None:
+        with suppress(OSError):  # other writers report a full disk
+            if self._ranks.is_first:
+                self._speak()
+            else:
+                self._show()
 
     def _show(self) -> None:
         now = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
@@ -28,6 +27,7 @@ from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.extensions.evaluate.scores import Problem, problems_of
 from rl4llm.runs.checkpoint import Checkpoint, latest_checkpoint
 from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime.threads import repeated
 from rl4llm.tracking.summary import summarize
 from rl4llm.trainers.rl import RLTrainer
 
@@ -165,30 +165,24 @@ def _at_work(
 @contextmanager
 def _reporting(trainer: RLTrainer) -> Iterator[None]:
     """Print how many episodes are finished to standard error: one line on a terminal, elsewhere a line now and then."""
-    ended, began, live = threading.Event(), time.monotonic(), sys.stderr.isatty()
+    began, live = time.monotonic(), sys.stderr.isatty()
 
     def report() -> None:
-        while not ended.wait(REDRAW_S if live else REPORT_S):
-            held_out = trainer.evaluation
-            rollouts = (
-                held_out.parts if isinstance(held_out, MixedRollout) else [held_out] if held_out else []
-            )
-            if samples := [sample for rollout in rollouts for sample in rollout.playing]:
-                finished = sum(sample.done for sample in samples)
-                line = f"{finished} of {len(samples)} episodes finished, {time.monotonic() - began:.0f} s"
-                if live:
-                    sys.stderr.write(f"{AGAIN}{line}")
-                    sys.stderr.flush()
-                else:
-                    say(line)
+        held_out = trainer.evaluation
+        rollouts = held_out.parts if isinstance(held_out, MixedRollout) else [held_out] if held_out else []
+        if samples := [sample for rollout in rollouts for sample in rollout.playing]:
+            finished = sum(sample.done for sample in samples)
+            line = f"{finished} of {len(samples)} episodes finished, {time.monotonic() - began:.0f} s"
+            if live:
+                sys.stderr.write(f"{AGAIN}{line}")
+                sys.stderr.flush()
+            else:
+                say(line)
 
-    thread = threading.Thread(target=report, name="rl4llm-eval-progress", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeated(REDRAW_S if live else REPORT_S, report, "rl4llm-eval-progress"):
+            yield
     finally:
-        ended.set()
-        thread.join()
         if live:
             sys.stderr.write(AGAIN)
             sys.stderr.flush()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import html
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rl4llm.extensions.view.drawing import Curve, draw
 from rl4llm.extensions.view.export import report
 from rl4llm.extensions.view.run import find_runs
 from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime.threads import repeated
 from rl4llm.tracking.console import LONG_S, Console, duration
 from rl4llm.tracking.tracker import read_jsonl
 
@@ -38,8 +38,8 @@ class NotebookConsole(Console):
         self._reward: list[tuple[int, float]] = []
         self._loss: list[tuple[int, float]] = []
         self._success: list[tuple[int, float]] = []
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._over = False
+        self._drawing = ExitStack()
 
     def __enter__(self) -> NotebookConsole:
         self._progress.start()
@@ -50,15 +50,14 @@ class NotebookConsole(Console):
                 self._take_success(row["step"], row)
         self._progress.step = max((step for step, _ in (*self._reward, *self._loss)), default=0)
         self._show()
-        self._thread = threading.Thread(target=self._refresh, daemon=True)
-        self._thread.start()
+        self._drawing.enter_context(repeated(REFRESH_S, self._show, "notebook"))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._thread is None:
+        if self._handle is None:
             return
-        self._ended.set()
-        self._thread.join()
+        self._over = True
+        self._drawing.close()
         progress = self._progress
         progress.begin("finished" if progress.step >= progress.total_steps else "stopped")
         self._show()
@@ -86,10 +85,6 @@ class NotebookConsole(Console):
         if metrics.get("accuracy") is not None:
             self._success.append((step, metrics["accuracy"]))
 
-    def _refresh(self) -> None:
-        while not self._ended.wait(REFRESH_S):
-            self._show()
-
     def _show(self) -> None:
         """Replace the picture if it changed; one thread at a time calls it."""
         lines = self._lines()
@@ -111,9 +106,8 @@ class NotebookConsole(Console):
         """Return the lines above the curves: where the run is, its numbers, alerts, and who waits for whom."""
         progress = self._progress
         seconds, left = progress.phase_seconds, progress.seconds_left
-        over = self._ended.is_set()
-        doing = progress.phase + (f" {duration(seconds)}" if seconds >= LONG_S and not over else "")
-        times = duration(progress.seconds) + (f", {duration(left)} left" if left and not over else "")
+        doing = progress.phase + (f" {duration(seconds)}" if seconds >= LONG_S and not self._over else "")
+        times = duration(progress.seconds) + (f", {duration(left)} left" if left and not self._over else "")
         first = BETWEEN.join(
             [self._run.path.resolve().name, f"step {progress.step}/{progress.total_steps}", doing, times]
         )
