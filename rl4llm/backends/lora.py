@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from transformers import PreTrainedModel
 from rl4llm.backends.model_files import refuse_adapted, whole_checkpoint
 from rl4llm.core.base_backend import BaseAdapter, BaseBackend
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.registry import needed
 from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.runs.tensor_file import tensor_bytes
 from rl4llm.runtime.ranks import whole
 from rl4llm.runtime.seeds import derive_seed
 
+_peft = partial(needed, "peft", "model.lora.rank above 0", "lora")
 NAME = "default"  # PEFT's for the only adapter of a model
 MATRICES = ("lora_A", "lora_B")
 CONFIG = "adapter_config.json"
@@ -37,7 +40,7 @@ class LoraAdapter(BaseAdapter):
     def __init__(self, model: PreTrainedModel, options: Any):
         self.model = model
         self._options = options
-        layer_type = _import_peft().tuners.lora.LoraLayer
+        layer_type = _peft().tuners.lora.LoraLayer
         self._layers = {
             name: module for name, module in model.named_modules() if isinstance(module, layer_type)
         }
@@ -173,7 +176,7 @@ def add_adapter(
     `targets` are names of linear layers; without any, all except the output layer. `alpha` is twice the rank by
     default. The same seed gives the same adapter. A is random and B zero, so the model computes what it did before.
     """
-    peft = _import_peft()
+    peft = _peft()
     _check(model, rank)
     names = sorted({name.rpartition(".")[2] for name in _inner_layers(model)})
     accepted = f"Accepted: {', '.join(names)}; an empty list stands for all of them."
@@ -230,7 +233,7 @@ def _check(model: PreTrainedModel, rank: int) -> None:
 def _check_inner(model: PreTrainedModel, targets: Sequence[str], accepted: str) -> None:
     """Embeddings and output layer are often one tensor, which an adapter on either would make two."""
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if isinstance(module, _import_peft().tuners.lora.LoraLayer):
+        if isinstance(module, _peft().tuners.lora.LoraLayer):
             raise ConfigError(
                 f"model.lora.targets={list(targets)} names the embedding or the output layer, which stay frozen. {accepted}"
             )
@@ -244,13 +247,3 @@ def _inner_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module not in outer
     }
-
-
-def _import_peft() -> Any:
-    try:
-        import peft  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigError(
-            "model.lora.rank above 0 requires PEFT. Next: pip install 'rl4llm[lora]'."
-        ) from error
-    return peft

@@ -164,6 +164,16 @@ def load(path: str) -> Any:
     return found
 
 
+def needed(package: str, what: str, extra: str = "") -> Any:
+    """Import an optional package; raise ConfigError, with `what` needs it and the extra that installs it, without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs the package {package}: pip install 'rl4llm[{extra or package}]'."
+        ) from error
+
+
 def provided(group: str) -> Mapping[str, str]:
     """Return the names that extensions add to a group, and the ``module:attribute`` of each."""
     return {name: path for manifest in manifests().values() for name, path in manifest.get(group, {}).items()}

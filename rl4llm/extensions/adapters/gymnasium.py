@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.registry import needed
 from rl4llm.core.schema import accepted_options, takes_any
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.adapters.step_rewards import StepsEnv, note_reward
@@ -19,6 +21,7 @@ from rl4llm.runtime.seeds import derive_seed
 
 DEFAULT_LIMIT = 256
 COLUMN = "gymnasium"
+_import = partial(needed, "gymnasium", "env.name='gymnasium'")
 SGR = re.compile(r"\x1b\[[0-9;]*m")  # colours; text renderings mark the player's position with them
 
 
@@ -42,7 +45,10 @@ def gymnasium_prompts(
     env = _make(task, task_options)
     try:
         names = _action_names(task, env, actions)
-        system = _instructions(env, names, bool(actions)) if instructions is None else instructions
+        if (system := instructions) is None:
+            rules = rules_of(env, named=bool(actions), shown=env.render_mode == "ansi")
+            move = f"Actions: {', '.join(names)}" if names else f"An action is {in_words(env.action_space)}"
+            system = f"{rules}\n\nEach of your turns is one action. {move}.".lstrip()
         seeds = [
             derive_seed("gymnasium", task, task_seed, number) for number in range(limit or DEFAULT_LIMIT)
         ]
@@ -134,22 +140,6 @@ def _check_options(gymnasium: Any, made: Any, options: Mapping[str, Any]) -> Non
             raise ConfigError(unknown("env.task_options: the option", name, accepted))
 
 
-def _instructions(env: Any, names: Sequence[str], named: bool) -> str:
-    rules = rules_of(env, named=named, shown=env.render_mode == "ansi")
-    actions = f"Actions: {', '.join(names)}" if names else f"An action is {in_words(env.action_space)}"
-    return f"{rules}\n\nEach of your turns is one action. {actions}.".lstrip()
-
-
-def _import() -> Any:
-    try:
-        import gymnasium  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigError(
-            "env.name='gymnasium' needs the package gymnasium: pip install 'rl4llm[gymnasium]'."
-        ) from error
-    return gymnasium
-
-
 def _action_names(task: str, env: Any, names: Sequence[str]) -> list[str]:
     """Return the names of a finite set of actions, or [] if actions are text."""
     spaces = _import().spaces
@@ -185,13 +175,9 @@ def _shown(env: Any, observation: Any) -> str:
     if isinstance(observation, str):
         return observation
     if env.render_mode == "ansi":
-        return SGR.sub("", _marked(env.render())).strip()
+        player = re.sub(r"\x1b\[[0-9;]+m(.)\x1b\[0m", r"[\1]", env.render())  # in brackets for its colours
+        return SGR.sub("", player).strip()
     return str(observation)
-
-
-def _marked(rendered: str) -> str:
-    """Replace the colours of a text rendering by brackets."""
-    return re.sub(r"\x1b\[[0-9;]+m(.)\x1b\[0m", r"[\1]", rendered)
 
 
 HEADING = re.compile(r"^ *#+ +(.+?) *$", re.MULTILINE)

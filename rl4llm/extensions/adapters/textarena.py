@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,14 @@ import numpy as np
 from rl4llm.core.base_env import EpisodeState, SampleState
 from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError, EnvError, unknown
+from rl4llm.core.registry import needed
 from rl4llm.core.types import ChatMessage
 from rl4llm.envs.roles import RolesEnv
 from rl4llm.runtime.seeds import derive_seed
 
 COLUMN = "textarena"
 DEFAULT_LIMIT = 256
+_import = partial(needed, "textarena", "env.name='textarena'")
 GLOBAL_RANDOM = threading.Lock()  # games draw from the random numbers of the process
 
 
@@ -226,13 +229,3 @@ def _number_of_players(task: str, options: Mapping[str, Any], chosen: int | None
             if chosen is not None or isinstance(state, fixed[players]):
                 return players
     raise ConfigError(f"{where} is a game for several numbers of players. Set env.players.")
-
-
-def _import() -> Any:
-    try:
-        import textarena  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigError(
-            "env.name='textarena' needs the package textarena: pip install 'rl4llm[textarena]'."
-        ) from error
-    return textarena

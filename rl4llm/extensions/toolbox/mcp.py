@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 from rl4llm.core.errors import ConfigError, EnvError
+from rl4llm.core.registry import needed
 from rl4llm.envs.tools.tool import Tool, ToolError, ToolSet
 from rl4llm.extensions.toolbox.mcp_answers import text_of
 from rl4llm.runtime.threads import in_own_thread
@@ -64,7 +65,7 @@ class MCP(ToolSet):
             raise ConfigError(
                 f"env.tools: mcp: command={command!r} with url={url!r} is not accepted: a list, or a url."
             )
-        mcp = _import_mcp()
+        mcp = needed("mcp", "env.tools: mcp")
         self._where = url or " ".join(command)
         self._server = url
         if command:
@@ -156,7 +157,7 @@ class _Session:
     """One connection, in a separate event loop and thread, since it outlives the event loop of a rollout."""
 
     def __init__(self, server: Any, where: str):
-        self._mcp, self._server, self._where = _import_mcp(), server, where
+        self._mcp, self._server, self._where = needed("mcp", "env.tools: mcp"), server, where
         self._ready: Future[Mapping[str, Mapping[str, Any]]] = Future()
         self._client: Any = None
         self._errors = _Errors()
@@ -276,14 +277,6 @@ async def _listed(client: Any) -> list[Any]:
 def _schema(tool: Any) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}
-
-
-def _import_mcp() -> Any:
-    try:
-        import mcp  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigError("env.tools: mcp needs the package mcp: pip install 'rl4llm[mcp]'.") from error
-    return mcp
 
 
 def _cause(error: BaseException) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.errors import DataError
 from rl4llm.core.message import shortened
+from rl4llm.core.registry import needed
 from rl4llm.data.read import read_rows
 from rl4llm.envs.tools.tool import ToolSet, tool
 
@@ -27,7 +28,7 @@ class Search(ToolSet):
     def __init__(self, corpus: str | Sequence[Mapping[str, Any]], results: int = 3, max_chars: int = 500):
         super().__init__()
         self._results = results
-        bm25s = _import_bm25s()
+        bm25s = needed("bm25s", "env.tools: search", "search")
         self._documents = [_shown(title, text, max_chars) for title, text in _read(corpus)]
         if not self._documents:
             raise DataError(f"env.tools: search: corpus={corpus!r:.100} has no documents.")
@@ -50,16 +51,6 @@ class Search(ToolSet):
             self._documents[number] for number, score in zip(numbers[0], scores[0], strict=True) if score > 0
         ]
         return "\n\n".join(found) or "No document has these words."
-
-
-def _import_bm25s() -> Any:
-    try:
-        import bm25s  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigError(
-            "env.tools: search needs the package bm25s: pip install 'rl4llm[search]'."
-        ) from error
-    return bm25s
 
 
 def _read(corpus: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
