@@ -75,28 +75,25 @@ class Recipe:
             raise ConfigError(unknown(f"recipe {self.name}: --variant", variant, self.variants))
         return list(self.variants[variant])
 
-    def commands(self, work: Path, variant: str, seed: int, overrides: Sequence[str]) -> list[list[str]]:
-        """Return the arguments of the process of each stage."""
-        words = self._words(work, variant, seed, overrides)
+    def commands(self, words: Mapping[str, Any]) -> list[list[str]]:
+        """Return the arguments of the process of each stage, which `words` fill."""
         return [_command(stage, words) for stage in self.stages]
 
-    def missing_data(self, work: Path, variant: str, seed: int, overrides: Sequence[str]) -> Path | None:
+    def missing_data(self, words: Mapping[str, Any]) -> Path | None:
         """Return the data that a process must make, None if they exist."""
-        data = Path(self._words(work, variant, seed, overrides)["data"])
-        return data if self.data and not data.exists() else None
+        return Path(words["data"]) if self.data and not Path(words["data"]).exists() else None
 
-    def preparation(
-        self, work: Path, variant: str, seed: int, overrides: Sequence[str], data: Path
-    ) -> list[str]:
+    def preparation(self, words: Mapping[str, Any], data: Path) -> list[str]:
         """Return the arguments of the process that makes the data, here in `data`."""
-        return _command(self.data, self._words(work, variant, seed, overrides) | {"data": str(data)})
+        return _command(self.data, {**words, "data": str(data)})
 
     def measured_files(self, work: Path) -> list[Path]:
         """Return the files that have the held-out results."""
         words = {"work": str(work), "run": str(work / "run")}
         return [Path(_filled(text, words)) for text in self.measured]
 
-    def _words(self, work: Path, variant: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+    def words(self, work: Path, variant: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+        """Return the words of a repetition that stages contain in braces."""
         given = [*self.overrides(variant), *overrides]
         config = self.given(given)
         return {

@@ -46,9 +46,9 @@ def repeat(
     if not record["stages"]:
         _write(work, record)  # so that a start with other overrides is refused even if this one is killed
     with Processes(recipe, stdout) as processes:
-        code = _prepare(recipe, processes, work, variant, seed, overrides)
-        commands = recipe.commands(work, variant, seed, overrides)
-        code = code or _run_stages(processes, commands, work, record)
+        words = recipe.words(work, variant, seed, overrides)
+        code = _prepare(recipe, processes, words)
+        code = code or _run_stages(processes, recipe.commands(words), work, record)
     if code == 0 and "weights_sha256" not in record:
         config = load_config(work / "run" / "config.yaml", of_run=True)
         begun = recipe.given([*recipe.overrides(variant), *overrides]) if recipe.takes_model else config
@@ -57,17 +57,15 @@ def repeat(
     return code
 
 
-def _prepare(
-    recipe: Recipe, processes: Processes, work: Path, variant: str, seed: int, overrides: Sequence[str]
-) -> int:
+def _prepare(recipe: Recipe, processes: Processes, words: Mapping[str, Any]) -> int:
     """Make the data if they do not exist; return the exit code. The data appear when they are complete."""
-    data = recipe.missing_data(work, variant, seed, overrides)
+    data = recipe.missing_data(words)
     if data is None:
         return 0
     data.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=data.parent, prefix=f"{data.name}.tmp-") as scratch:
         made = Path(scratch) / data.name
-        code = processes.run(recipe.preparation(work, variant, seed, overrides, made), {})
+        code = processes.run(recipe.preparation(words, made), {})
         if code == 0 and made.exists() and not data.exists():  # another process may have made them
             made.rename(data)
     return code

@@ -62,7 +62,7 @@ def test_configurations_of_every_stage_are_valid(name, tmp_path):
     assert (found.path / "README.md").read_text().strip()
     assert load_config(found.path / "train.yaml").max_steps > 0
     for variant in found.variants:
-        for command in found.commands(tmp_path, variant, found.seeds[0], []):
+        for command in found.commands(found.words(tmp_path, variant, found.seeds[0], [])):
             if command[1] == "-m":
                 arguments = _parsed(command[3:])
                 load_config(arguments.config, arguments.overrides)
@@ -435,15 +435,16 @@ def test_words_of_a_stage_are_filled_in(small, tmp_path):
     file = small.path / "recipe.yaml"
     stage = "stages: [\"eval {run}/config.yaml 'rewards=[{name: math}]' {overrides} --out {work}/a.json\"]\n"
     file.write_text("title: A\nlearns: B\nvariants: {big: [a.b=1]}\n" + stage)
-    (command,) = load(str(small.path)).commands(tmp_path, "big", 3, ["data.path=d", "c.d=[1, 2]"])
+    found = load(str(small.path))
+    (command,) = found.commands(found.words(tmp_path, "big", 3, ["data.path=d", "c.d=[1, 2]"]))
     run = ["eval", f"{tmp_path}/run/config.yaml", "rewards=[{name: math}]", "a.b=1", "c.d=[1, 2]"]
     assert command[2:] == ["rl4llm", *run, "--out", f"{tmp_path}/a.json"]
 
 
 def test_preparation_is_left_out_when_the_data_exist(small, tmp_path):
     assert isinstance(small, Recipe)
-    words = (tmp_path, "default", 0, [f"data.path={tmp_path / 'data'}"])
-    assert small.missing_data(*words) == tmp_path / "data"
-    assert small.preparation(*words, tmp_path / "made")[-1] == str(tmp_path / "made")
+    words = small.words(tmp_path, "default", 0, [f"data.path={tmp_path / 'data'}"])
+    assert small.missing_data(words) == tmp_path / "data"
+    assert small.preparation(words, tmp_path / "made")[-1] == str(tmp_path / "made")
     Path(tmp_path / "data").mkdir()
-    assert small.missing_data(*words) is None
+    assert small.missing_data(words) is None
