@@ -127,8 +127,11 @@ class EpisodeIndex:
                         found[entry.name], named[entry.name] = entry.stat(), match
         except OSError:
             pass  # no episodes are stored, or none yet
-        if any(name not in found or _replaced(file, found[name]) for name, file in self._files.items()):
-            self._reset()
+        for name, file in self._files.items():
+            new = found.get(name)
+            if new is None or new.st_ino != file.inode or new.st_size < file.read:  # deleted, or replaced
+                self._reset()
+                break
         for name, stat in found.items():
             if name not in self._files:
                 self._files[name] = _File(self.directory / name, len(self.names), named[name][1], stat.st_ino)
@@ -183,10 +186,6 @@ def _lines(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
                 start += last
     except OSError:
         return  # deleted meanwhile; the next refresh notices that
-
-
-def _replaced(file: _File, stat: os.stat_result) -> bool:
-    return stat.st_ino != file.inode or stat.st_size < file.read
 
 
 def _ends_line(file: _File, size: int) -> bool:

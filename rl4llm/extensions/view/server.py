@@ -23,6 +23,7 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,8 @@ def application(runs: Sequence[ViewedRun], token: str = "") -> web.Application:
     """Return the web application; every request needs the token."""
     app = guarded(token)
     app[RUNS] = tuple(runs)
-    app.router.add_get("/api/runs", _about)
-    app.router.add_get("/api/runs/{run}/story", _story)
-    app.router.add_get("/api/runs/{run}/metrics", _metrics)
-    app.router.add_get("/api/runs/{run}/episodes", _rows)
-    app.router.add_get("/api/runs/{run}/episodes/{number}", _episode)
-    app.router.add_get("/api/runs/{run}/search", _search)
+    for path, answer in ANSWERS.items():
+        app.router.add_get(f"/api/runs{path}", partial(_answered, answer))
     return app
 
 
@@ -163,6 +160,7 @@ async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _knows_token(request: web.Request) -> bool:
+    """Return whether the address or the cookie of a request has the token."""
     token, given = request.app[TOKEN], (request.query.get("token"), request.cookies.get(_cookie(request)))
     return not token or any(
         hmac.compare_digest(token.encode(), (text or "").encode(errors="replace")) for text in given
@@ -189,40 +187,32 @@ async def _page(request: web.Request) -> web.Response:
     return response
 
 
-async def _about(request: web.Request) -> web.Response:
-    runs = request.app[RUNS]
-    return await json_of(lambda: described(runs))
+def _rows(request: web.Request) -> Any:
+    return rows_of(_run(request), _number(request, "from"), _number(request, "generation"))
 
 
-async def _story(request: web.Request) -> web.Response:
-    return await json_of(_run(request).story)
+def _episode(request: web.Request) -> Any:
+    return episode_of(_indexed(request), int(_digits(request.match_info["number"])))
 
 
-async def _metrics(request: web.Request) -> web.Response:
-    run, start = _run(request), _number(request, "from")
-    return await json_of(lambda: run.metrics(start))
+def _search(request: web.Request) -> Any:
+    numbers, complete = _indexed(request).index.search(request.query.get("q", ""))
+    return {"numbers": numbers, "complete": complete}
 
 
-async def _rows(request: web.Request) -> web.Response:
-    run, start, generation = _run(request), _number(request, "from"), _number(request, "generation")
-    return await json_of(lambda: rows_of(run, start, generation))
+ANSWERS: dict[str, Callable[[web.Request], Any]] = {
+    "": lambda request: described(request.app[RUNS]),
+    "/{run}/story": lambda request: _run(request).story(),
+    "/{run}/metrics": lambda request: _run(request).metrics(_number(request, "from")),
+    "/{run}/episodes": _rows,
+    "/{run}/episodes/{number}": _episode,
+    "/{run}/search": _search,
+}
+"""What the page asks, by the path below /api/runs."""
 
 
-async def _episode(request: web.Request) -> web.Response:
-    run, number = _run(request), int(_digits(request.match_info["number"]))
-    _check_generation(request, run)
-    return await json_of(lambda: episode_of(run, number))
-
-
-async def _search(request: web.Request) -> web.Response:
-    run, text = _run(request), request.query.get("q", "")
-    _check_generation(request, run)
-
-    def search() -> dict[str, Any]:
-        numbers, complete = run.index.search(text)
-        return {"numbers": numbers, "complete": complete}
-
-    return await json_of(search)
+async def _answered(answer: Callable[[web.Request], Any], request: web.Request) -> web.Response:
+    return await json_of(partial(answer, request))
 
 
 async def json_of(make: Callable[[], Any]) -> web.Response:
@@ -252,9 +242,12 @@ def _digits(text: str) -> str:
     return text
 
 
-def _check_generation(request: web.Request, run: ViewedRun) -> None:
+def _indexed(request: web.Request) -> ViewedRun:
+    """Return the run of a request; raise LookupError if its index has begun again since the page read it."""
+    run = _run(request)
     if _number(request, "generation") != run.index.generation:
         raise LookupError("the run was resumed and its episodes were rewritten")
+    return run
 
 
 def _listen(ports: Sequence[int]) -> socket.socket:

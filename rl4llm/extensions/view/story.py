@@ -187,15 +187,13 @@ def _pair(rows: Sequence[Row]) -> tuple[Row, Row] | None:
     by_prompt: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         by_prompt[(row["prompt"], row["role"])].append(row)
-    best: tuple[float, Row, Row] | None = None
-    for own in by_prompt.values():
-        pair = _worst_and_best(own)
-        if pair and (best is None or pair[1]["reward"] - pair[0]["reward"] > best[0]):
-            best = (pair[1]["reward"] - pair[0]["reward"], *pair)
-    if best is not None and best[0] > 0:
-        return best[1:]
-    pair = _worst_and_best(rows)
-    return pair if pair and pair[1]["reward"] > pair[0]["reward"] else None
+
+    def gain(pair: tuple[Row, Row]) -> float:
+        return float(pair[1]["reward"] - pair[0]["reward"])
+
+    pairs = [pair for own in by_prompt.values() if (pair := _worst_and_best(own))]
+    found = (max(pairs, key=gain, default=None), _worst_and_best(rows))
+    return next((pair for pair in found if pair and gain(pair) > 0), None)
 
 
 def _worst_and_best(rows: Sequence[Row]) -> tuple[Row, Row] | None:
@@ -264,9 +262,9 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _percent(value: float) -> str:
-    text = f"{100 * value:.1f}".removesuffix(".0")
-    return f"{text} %"
+def _percent(share: float) -> str:
+    """Return a share in percent, such as 12.5 % or 50 %."""
+    return f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
 def _plain(value: float) -> str:
