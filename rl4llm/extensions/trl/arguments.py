@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.trl.alias import Alias
-from rl4llm.extensions.trl.table import TABLES
+from rl4llm.extensions.trl.table import TABLES, Alias
 
 Options: Any = dict | str | None
 """A mapping, on a command line JSON; the parser compares the type itself."""

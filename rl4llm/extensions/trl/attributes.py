@@ -187,11 +187,6 @@ def _save_metrics(trainer: Any) -> Callable[..., None]:
     return save_metrics
 
 
-def _save_state(trainer: Any) -> None:
-    """Write the numbers of the run as transformers does; what a resumed run needs is in its checkpoints."""
-    _write(trainer, "trainer_state.json", vars(_state(trainer)))
-
-
 def _write(trainer: Any, name: str, values: Mapping[str, Any]) -> None:
     if _is_first(trainer):
         path = Path(trainer.config.output.dir) / name
@@ -210,7 +205,8 @@ KNOWN: dict[str, Callable[[Any], Any]] = {
     "metrics": _metrics,
     "processing_class": lambda trainer: trainer.trainer.tokenizer,
     "save_metrics": _save_metrics,
-    "save_state": lambda trainer: lambda: _save_state(trainer),
+    # what a resumed run needs is in its checkpoints
+    "save_state": lambda trainer: lambda: _write(trainer, "trainer_state.json", vars(_state(trainer))),
     "state": _state,
     "tokenizer": lambda trainer: trainer.trainer.tokenizer,
     "train_dataset": lambda trainer: _given(trainer, "train_dataset"),

@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, PreTrainedModel, ProcessorMixin
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.data.images import COLUMNS
-from rl4llm.extensions.trl.alias import Keys
+from rl4llm.extensions.trl.table import Keys
 
 SIZES = (
     "size",

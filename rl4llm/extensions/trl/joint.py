@@ -14,7 +14,7 @@ from typing import Any
 
 from rl4llm.config import TrackingConfig
 from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.extensions.trl.alias import Keys
+from rl4llm.extensions.trl.table import Keys
 
 Values = Mapping[str, Any]
 

@@ -14,10 +14,9 @@ from rl4llm.compose import Given
 from rl4llm.config import flatten
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.trl import environment, images, rewards, rows
-from rl4llm.extensions.trl.alias import Alias, Keys
 from rl4llm.extensions.trl.arguments import TRLConfig
 from rl4llm.extensions.trl.joint import JOINTS, TrainingFacts, steps
-from rl4llm.extensions.trl.table import CONSTRUCTOR, REFERENCE, TABLES
+from rl4llm.extensions.trl.table import CONSTRUCTOR, REFERENCE, TABLES, Alias, Keys
 
 DEFAULTS = {cls.algorithm: cls for cls in TRLConfig.__subclasses__()}
 """By the trainer's algorithm: the config with TRL's defaults."""

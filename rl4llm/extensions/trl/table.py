@@ -7,13 +7,35 @@ of a trainer only change what they name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.trl.alias import Alias, Keys
+
+Keys = dict[str, Any]
+"""Dotted configuration keys and their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name of TRL's trainers or configs.
+
+    Args:
+        kind: "key" becomes one or more keys; "joint" is combined with other names, see `rl4llm.extensions.trl.joint`;
+            "inert" has no effect, which is logged as a warning; "refused" has no counterpart but would change the result,
+            so that any value except `default` is an error.
+        default: TRL's default.
+        says: the key it becomes, why it has no effect, or what to do instead.
+        keys: returns the configuration keys for a value of a "key".
+    """
+
+    kind: Literal["key", "joint", "inert", "refused"]
+    default: Any
+    says: str
+    keys: Callable[[Any], Keys] = lambda value: {}
 
 
 def _lr_schedule(value: Any) -> str:
