@@ -7,8 +7,8 @@ Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems".
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample
 from rl4llm.core.base_reward import final_reply
@@ -18,8 +18,6 @@ from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.evaluate.benchmarks import Benchmark, Reader, Row
 
 SHOTS = 5
-_MARKED = re.compile(r"#### (-?[0-9.,]+)")
-_NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 
 
 def rows(read: Reader) -> list[Row]:
@@ -43,50 +41,46 @@ class _Extracted(BaseRewardFunction):
     """1.0 if the number in a reply is written as the one behind ``####`` in the solution, apart from commas and $."""
 
     success_at = 1.0
+    numbers: ClassVar[re.Pattern[str]]
+    place: ClassVar[int]  # of the number that counts among those
+    known: ClassVar[Mapping[str, float]]  # replies with the answer 1,018 or another, and their scores
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        said = self.number(after_thinking(final_reply(messages)))
-        return float(said is not None and _plain(said) == _plain(str(ground_truth).rpartition("#### ")[2]))
+        found = self.numbers.findall(after_thinking(final_reply(messages)))
+        truth = str(ground_truth).rpartition("#### ")[2]
+        return float(bool(found) and _plain(found[self.place]) == _plain(truth))
 
-    def number(self, reply: str) -> str | None:
-        """Return the number that counts; None without one."""
-        raise NotImplementedError
+    def examples(self) -> Sequence[RewardExample]:
+        """Return a right and a wrong answer."""
+        truth = "1,000 + 18 = 1,018\n#### 1,018"
+        return [
+            RewardExample([ChatMessage("assistant", reply)], truth, score)
+            for reply, score in self.known.items()
+        ]
 
 
 class Flexible(_Extracted):
     """The last number in a reply counts: lm-eval's `flexible-extract`."""
 
+    numbers, place = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+"), -1
+    known: ClassVar = {"It is $1,018.": 1.0, "It is 1017": 0.0}
+
     def __init__(self, name: str = "flexible"):
         super().__init__(name)
-
-    def number(self, reply: str) -> str | None:
-        return (_NUMBER.findall(reply) or [None])[-1]
-
-    def examples(self) -> Sequence[RewardExample]:
-        """Return a right and a wrong answer."""
-        return [_example("It is $1,018.", 1.0), _example("It is 1017", 0.0)]
 
 
 class StrictMatch(_Extracted):
     """The first number after ``####`` counts: lm-eval's `strict-match`."""
 
+    numbers, place = re.compile(r"#### (-?[0-9.,]+)"), 0
+    known: ClassVar = {"#### 1018": 1.0, "It is 1018.": 0.0}
+
     def __init__(self, name: str = "strict"):
         super().__init__(name)
-
-    def number(self, reply: str) -> str | None:
-        return (_MARKED.findall(reply) or [None])[0]
-
-    def examples(self) -> Sequence[RewardExample]:
-        """Return an answer in the form of the examples, and one in another form."""
-        return [_example("#### 1018", 1.0), _example("It is 1018.", 0.0)]
 
 
 def _plain(number: str) -> str:
     return re.sub(r"[,$]", "", number).removesuffix(".")
-
-
-def _example(reply: str, score: float) -> RewardExample:
-    return RewardExample([ChatMessage("assistant", reply)], "1,000 + 18 = 1,018\n#### 1,018", score)
 
 
 HERE = "rl4llm.extensions.evaluate.benchmarks.gsm8k"
