@@ -21,8 +21,7 @@ from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.images import ImagePlace
-from rl4llm.core.types import Completion, Group, SamplingParams, WeightRef
+from rl4llm.core.types import Completion, Group
 from rl4llm.data.render import Renderer
 from rl4llm.extensions.inspect.plan.plan import make_plan
 from rl4llm.extensions.inspect.plan.show import size_text
@@ -58,43 +57,20 @@ class Part:
         return f"{self.name}: " if self.name else ""
 
 
-class Recorded(BaseClient):
-    """An engine that also keeps its completions unchanged."""
+class Recorded:
+    """An engine, in all that it does, that also keeps its completions unchanged."""
 
     def __init__(self, engine: BaseClient):
         self._engine = engine
-        self.context_length, self.vocab_size = engine.context_length, engine.vocab_size
         self.completions: list[Completion] = []
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        session: str = "",
-        images: Sequence[ImagePlace] = (),
-    ) -> Completion:
-        completion = await self._engine.generate(prompt_ids, sampling_params, session=session, images=images)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, *given: Any, **how: Any) -> Completion:
+        completion = await self._engine.generate(*given, **how)
         self.completions.append(completion)
         return completion
-
-    async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
-        return await self._engine.score(token_ids, images)
-
-    async def load(self, weight_ref: WeightRef) -> None:
-        await self._engine.load(weight_ref)
-
-    async def version(self) -> int:
-        return await self._engine.version()
-
-    async def release(self, session: str) -> None:
-        await self._engine.release(session)
-
-    async def expect(self, session: str) -> None:
-        await self._engine.expect(session)
-
-    async def park(self, session: str) -> None:
-        await self._engine.park(session)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose.engines import build_canary
 from rl4llm.compose.trainer import AnyTrainer
+from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import EngineError, EnvError, MismatchError, RL4LLMError, StaleWeightsError
 from rl4llm.core.types import Completion, Group, TrainBatch, Trajectory, Update
@@ -58,7 +59,7 @@ def episodes(bench: Bench) -> str:
         assert part.env is not None and part.renderer is not None  # built by checks that this one needs
         rollout = Rollout(
             part.env,
-            recorded,
+            cast("BaseClient", recorded),
             part.renderer,
             trainer.inference.runner,
             seed=bench.config.seed,

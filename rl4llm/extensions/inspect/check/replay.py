@@ -16,7 +16,6 @@ from torch import Tensor
 from rl4llm.commands.output import Facts
 from rl4llm.compose import build_algorithm, build_model
 from rl4llm.config import Config, load_config
-from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import TokenLosses, TokenMetrics
 from rl4llm.core.errors import DataError
 from rl4llm.core.images import Image
@@ -49,7 +48,11 @@ def replay(directory: Path) -> Iterator[Facts]:
     model.load(update.model)
     yield _given(update)
     seen: list[str] = []
-    losses = _value_losses(algorithm) if update.facts["model"] == "critic" else algorithm.token_losses
+    losses: TokenLosses = (
+        (lambda batch, values_BT, entropy_BT: algorithm.value_losses(batch, values_BT))
+        if update.facts["model"] == "critic"
+        else algorithm.token_losses
+    )
     needs = algorithm.needs()
     # Rows of a dataset were not sampled at any temperature.
     temperature = (config.rollout.temperature or 1.0) if needs.learns_from == "episodes" else 1.0
@@ -90,11 +93,6 @@ def _config(directory: Path) -> Config:
             f"{directory} is not inside a run: {file} does not exist. Next: pass the directory where the run wrote the step."
         )
     return replace(load_config(file, of_run=True), backend={"name": "torch"})
-
-
-def _value_losses(algorithm: BaseAlgorithm) -> TokenLosses:
-    """Return a critic's losses in the form of a policy's."""
-    return lambda batch, values_BT, entropy_BT: algorithm.value_losses(batch, values_BT)
 
 
 def _watched(

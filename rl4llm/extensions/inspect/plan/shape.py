@@ -23,7 +23,8 @@ def read_shape(path: str, *, lora_rank: int = 0, lora_targets: Sequence[str] = (
 def shape_of(model: Any, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()) -> ModelShape:
     """Return the sizes of a model, which may be on the meta device, and of its adapter of rank `lora_rank`."""
     config = model.config.get_text_config()
-    heads, kv_heads, head_dim = max(map(_attention, _layers(config)), key=_width)
+    widest = max(map(_attention, _layers(config)), key=lambda found: (found[0] + 2 * found[1]) * found[2])
+    heads, kv_heads, head_dim = widest  # by a token's queries, keys and values
     # transformers numbers the layers: model.layers.3.mlp.up_proj.weight
     inner = sum(
         parameter.numel()
@@ -120,9 +121,3 @@ def _attention(layer: Any) -> tuple[int, int, int]:
     heads = layer.num_attention_heads
     kv_heads = getattr(layer, "num_key_value_heads", None) or heads
     return heads, kv_heads, getattr(layer, "head_dim", None) or layer.hidden_size // heads
-
-
-def _width(attention: tuple[int, int, int]) -> int:
-    """Return the numbers of a token's queries, keys and values in a layer."""
-    heads, kv_heads, head_dim = attention
-    return (heads + 2 * kv_heads) * head_dim
