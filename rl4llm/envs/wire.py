@@ -221,13 +221,8 @@ def limit_of(body: Mapping[str, Any], *names: str) -> int | None:
     """Return the token limit that the first of these fields sets."""
     for name in names:
         if name in body:
-            limit = body[name]
-            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-                raise RequestError(
-                    f"{name}={limit!r:.100} is not accepted. Accepted: a whole number, at least 1.",
-                    param=name,
-                )
-            return limit
+            positive = type(body[name]) is int and body[name] >= 1
+            return int(_accepted(name, body[name], positive, "a whole number, at least 1"))
     return None
 
 
@@ -235,24 +230,25 @@ def stops_of(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return the stop strings of a field."""
     stop = body.get(name, ())
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
-    if not all(isinstance(text, str) and text for text in stops):
-        raise RequestError(
-            f"{name}={stop!r:.100} is not accepted. Accepted: a string, or a list of strings.", param=name
-        )
+    texts = all(isinstance(text, str) and text for text in stops)
+    _accepted(name, stop, texts, "a string, or a list of strings")
     return stops
 
 
 def flag_of(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     """Return a field that is true or false."""
     value = body.get(name, default)
-    if not isinstance(value, bool):
-        raise RequestError(f"{name}={value!r:.100} is not accepted. Accepted: true or false.", param=name)
-    return value
+    return bool(_accepted(name, value, isinstance(value, bool), "true or false"))
 
 
 def mapping_of(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a field that is an object; an empty one if it is absent."""
     value = body.get(name, {})
-    if not isinstance(value, dict):
-        raise RequestError(f"{name}={value!r:.100} is not accepted. Accepted: an object.", param=name)
+    return dict(_accepted(name, value, isinstance(value, dict), "an object"))
+
+
+def _accepted(name: str, value: Any, holds: bool, accepted: str) -> Any:
+    """Return the value of a field if it is accepted. Raises RequestError for another one."""
+    if not holds:
+        raise RequestError(f"{name}={value!r:.100} is not accepted. Accepted: {accepted}.", param=name)
     return value

@@ -201,18 +201,13 @@ def _last_formula(sentence: _Sentence) -> str | None:
     return joined(sentence.text, sentence.snippets)[-1] if sentence.snippets else None
 
 
-def _last_amount(sentence: _Sentence) -> str | None:
-    """Return the number that a sentence ends on."""
-    return _amount(sentence.text)
-
-
 def _emphasised(sentence: _Sentence) -> str | None:
     """Return the last few words in bold of a sentence without a number."""
     words = [match[1] for match in _BOLD.finditer(sentence.text) if _FEW_WORDS.fullmatch(match[1])]
     return words[-1] if words and not re.search(r"\d", _without_aside(sentence.text)) else None
 
 
-_RULES = (_after_verb, _last_formula, _last_amount, _emphasised)
+_RULES = (_after_verb, _last_formula, lambda sentence: _amount(sentence.text), _emphasised)
 """Readers of a sentence that is more than its answer, the most certain first."""
 
 

@@ -152,7 +152,9 @@ def model_card(
             f"# {base}, trained with {name}",
             "",
             f"{step} steps of {name} on {', '.join(learned_from)}, by rl4llm {rl4llm.__version__}.",
-            _license(metadata["license"]),
+            "Its license is unknown: set `license` above to that of the base model, or a stricter one, before publishing."
+            if metadata["license"] == "unknown"
+            else f"The base model's card states the license {metadata['license']}.",
             "",
             *_results([row for row in evaluations if row["step"] <= step]),
             *(_prompts(prompts) if generates else ()),
@@ -194,12 +196,6 @@ def _origin(base: str, card: Mapping[str, Any]) -> dict[str, Any]:
         if "/" not in base:
             del found["license_link"]
     return {"license": "unknown"} | found | ({"base_model": named} if named else {})
-
-
-def _license(license: str) -> str:
-    if license == "unknown":
-        return "Its license is unknown: set `license` above to that of the base model, or a stricter one, before publishing."
-    return f"The base model's card states the license {license}."
 
 
 def _hiding(config: Config) -> Callable[[str], str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -84,8 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"Wrote {', '.join(sorted(file.name for file in directory.iterdir()))} into {directory}")
     code = 0
     if not arguments.write_only:
-        with _inside(directory):
+        path = list(sys.path)
+        with contextlib.chdir(directory):
+            sys.path.insert(0, str(Path.cwd()))  # where the task's module is found
             code = _tried()
+        sys.path[:] = path
     show(
         f"Next: cd {quote(str(directory))}, change task.py and task.yaml, then\n"
         "  pytest test_task.py\n  rl4llm check task.yaml --task\n  rl4llm train task.yaml"
@@ -196,19 +198,6 @@ def _yaml(answers: Answers, data: Mapping[str, Any], *, images: bool) -> str:
     }
     head = "# Train from this directory: rl4llm train task.yaml\n"
     return head + yaml.safe_dump(sections, sort_keys=False)
-
-
-@contextlib.contextmanager
-def _inside(directory: Path) -> Iterator[None]:
-    """Work in a directory, where the task's module is found."""
-    before, path = Path.cwd(), list(sys.path)
-    os.chdir(directory)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        yield
-    finally:
-        os.chdir(before)
-        sys.path[:] = path
 
 
 def _tried() -> int:
