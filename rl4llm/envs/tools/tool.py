@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar, overload
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar, overload
 
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
@@ -44,14 +44,10 @@ class Tool:
         return (self.schema.get("function") or self.schema).get("parameters") or {}
 
 
-class _Marked(Protocol):
-    def __call__(self, function: F) -> F: ...
-
-
 @overload
 def tool(function: F) -> F: ...
 @overload
-def tool(*, timeout_s: float | None = None) -> _Marked: ...
+def tool(*, timeout_s: float | None = None) -> Callable[[F], F]: ...
 def tool(function: Any = None, *, timeout_s: float | None = None) -> Any:
     '''Make a function a tool; it can still be called as usual.
 
@@ -76,12 +72,8 @@ def tool(function: Any = None, *, timeout_s: float | None = None) -> Any:
 
 def as_tool(function: Callable[..., Any]) -> Tool:
     """Return the tool of a function, decorated or not, or of a bound method."""
-    marked = getattr(function, _MARK, None)
-    return (
-        Tool(_schema(function), function)
-        if marked is None
-        else Tool(marked.schema, function, marked.timeout_s)
-    )
+    marked: Tool = getattr(function, _MARK, None) or Tool(_schema(function), function)
+    return replace(marked, function=function)
 
 
 class ToolSet:

@@ -27,7 +27,7 @@ NO_ROOM = Completion("", (), (), "length", 0)  # behind a prompt that fills the 
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GivenParams:
     """The `sampling_params` of a request, with the SDK's names and defaults. An empty list as `stop` never stops."""
 
     max_tokens: Count | None = None
@@ -97,7 +97,7 @@ def _check_counts(body: Mapping[str, Any], length: int, vocabulary: int) -> None
 
 def params_of(given: Mapping[str, Any], room: int) -> SamplingParams:
     """Return the parameters of a request; without `max_tokens` a completion may fill the room that is left."""
-    asked = read(Asked, given, "sampling_params")
+    asked = read(GivenParams, given, "sampling_params")
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
     return SamplingParams(
         max_tokens=asked.max_tokens or max(room, 1),
