@@ -240,11 +240,11 @@ def fitting_prompts(
 ) -> Any:
     """Return the rows whose prompts leave room for an answer; raise DataError for others unless data.bad_rows=skip."""
     limit = context_length - 1
-    check_texts(rows, partial(_policy_openings, env), renderer, where)
+    check_texts(rows, partial(policy_openings, env), renderer, where)
 
     def length(number: int) -> int | None:
         try:
-            own, openings = renderer.of_row(rows[number]), _policy_openings(env, rows[number])
+            own, openings = renderer.of_row(rows[number]), policy_openings(env, rows[number])
             return next(filter(None, (own.prompt_too_long(item, limit) for item in openings)), None)
         except (DataError, TemplateError) as error:
             raise type(error)(f"{where}: {place(rows, number)}: {error}") from error
@@ -296,13 +296,13 @@ def _longest(env: BaseMDPEnv, renderer: Renderer, turn_tokens: int, context_leng
     longest = max(
         renderer.of_row(row).length(messages)
         for row in longest_rows(env.dataset, LONGEST, vision=env.vision)
-        for messages in _policy_openings(env, row)
+        for messages in policy_openings(env, row)
     )
     lines = env.max_steps * len(env.roles)  # each role reads what the others say
     return longest, min(lines * turn_tokens, context_length - longest)
 
 
-def _policy_openings(env: BaseMDPEnv, row: Mapping[str, Any]) -> list[list[ChatMessage]]:
+def policy_openings(env: BaseMDPEnv, row: Mapping[str, Any]) -> list[list[ChatMessage]]:
     """Return the prompts that the policy gets from a row, one for each role that it plays."""
     openings = env.openings(row)
     return [openings[role] for role in env.policy_roles]

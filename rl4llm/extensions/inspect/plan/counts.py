@@ -19,6 +19,7 @@ from rl4llm.compose.data import (
     held_out_rows,
     longest_rows,
     micro_batch_plan,
+    policy_openings,
     training_rows,
 )
 from rl4llm.compose.environments import (
@@ -153,9 +154,9 @@ def _prompt_lengths(env: BaseMDPEnv, renderer: Renderer) -> list[int]:
     every = max(1, len(env.dataset) // LOOKED_AT)
     rows = (env.dataset[number] for number in range(0, len(env.dataset), every))
     return [
-        renderer.of_row(row).length(env.openings(row)[role])
+        renderer.of_row(row).length(prompt)
         for row in islice(rows, LOOKED_AT)
-        for role in env.policy_roles
+        for prompt in policy_openings(env, row)
     ]
 
 
@@ -163,14 +164,10 @@ def _image_tokens(env: BaseMDPEnv) -> int:
     """Return the most tokens that the images of a prompt have."""
     if env.vision is None:
         return 0
-    prompts = (
-        env.openings(row)[role]
-        for row in longest_rows(env.dataset, LONGEST, vision=env.vision)
-        for role in env.policy_roles
-    )
     return max(
         sum(env.vision.count(picture) for message in prompt for picture in message.pictures)
-        for prompt in prompts
+        for row in longest_rows(env.dataset, LONGEST, vision=env.vision)
+        for prompt in policy_openings(env, row)
     )
 
 
