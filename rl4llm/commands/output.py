@@ -27,13 +27,18 @@ class Facts:
     rows: Sequence[Sequence[Any]]
 
     def table(self) -> Table:
-        """Return a table for the terminal; the items of a list are joined by commas, and an empty cell is a dash."""
-        from rich.table import Table
+        """Return a table for the terminal."""
+        return table(self.title, self.columns, self.rows)
 
-        table = Table(*self.columns, title=self.title)
-        for row in self.rows:
-            table.add_row(*map(_shown, row))
-        return table
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """Return a table for the terminal; the items of a list are joined by commas, and an empty cell is a dash."""
+    from rich.table import Table
+
+    made = Table(*columns, title=title)
+    for row in rows:
+        made.add_row(*map(_shown, row))
+    return made
 
 
 class _Output(Terminal):

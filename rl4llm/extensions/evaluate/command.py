@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_json
-from rl4llm.commands.output import meanwhile, say, show, write_json
+from rl4llm.commands.output import meanwhile, say, show, table, write_json
 from rl4llm.core.errors import ConfigError, DataError, RunDirError
 
 if TYPE_CHECKING:
@@ -122,7 +122,18 @@ def _compared(
         if other_rows or [now["version"], now["changed"]] != [item["version"], item["changed"]]:
             say(f"{arguments.compare} has another definition: {_definition(name, item)}.")
     if not arguments.json:
-        show(_differences_table(arguments.compare, changed))
+        columns = ("score", "before", "difference", "95 % interval", "problems in both")
+        rows = [
+            (
+                name,
+                f"{item.baseline:.4f}",
+                f"{item.gained.value:+.4f}",
+                _interval(item.gained, "+"),
+                item.gained.problems,
+            )
+            for name, item in changed.items()
+        ]
+        show(table(f"compared with {arguments.compare}", columns, rows))
     worse = [name for name, item in changed.items() if name != "reward" and (item.gained.high or 0) < 0]
     if worse and arguments.fail_if_worse:
         say(f"Worse than {arguments.compare} by more than chance: {', '.join(worse)}.")
@@ -145,6 +156,7 @@ def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
     from rl4llm.config import as_written, flatten
     from rl4llm.extensions.evaluate.play import evaluate, load
     from rl4llm.extensions.evaluate.scores import INTERVALS, differences, scores
+    from rl4llm.tracking.tracker import rounded
 
     if arguments.data:
         raise ConfigError(
@@ -159,8 +171,9 @@ def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
     result["setup"] = {key: written[key] for key in written if key.startswith(SETUP)}
     how = f"{measured.samples} sample(s) at temperature {measured.temperature:g}"
     title = f"{measured.model} on the held-out set of {arguments.config}, {how}"
-    tables: list[Table | str] = [_scores_table(title, found), _metrics_table(measured.metrics)]
-    tables += examples(measured.problems)
+    metrics = [(name, rounded(value)) for name, value in measured.metrics.items()]
+    shown = table("metrics of all episodes", ("metric", "value"), metrics)
+    tables: list[Table | str] = [_scores_table(title, found), shown, *examples(measured.problems)]
     return _Report(result, tables, measured.problems, differences)
 
 
@@ -269,12 +282,8 @@ def _plain(found: Mapping[str, Score | Difference]) -> dict[str, Any]:
 
 
 def _scores_table(title: str, found: Mapping[str, Score]) -> Table:
-    from rich.table import Table
-
-    table = Table("score", "value", "95 % interval", "problems", title=title)
-    for name, score in found.items():
-        table.add_row(name, f"{score.value:.4f}", _interval(score), str(score.problems))
-    return table
+    rows = [(name, f"{score.value:.4f}", _interval(score), score.problems) for name, score in found.items()]
+    return table(title, ("score", "value", "95 % interval", "problems"), rows)
 
 
 def _definition(name: str, item: Mapping[str, Any]) -> str:
@@ -284,31 +293,6 @@ def _definition(name: str, item: Mapping[str, Any]) -> str:
         f"{name} version {item['version']}{changed}: {item['problems']} problems (hash {item['hash']}), "
         f"{item['truncated']:.1%} of the answers cut off, {item['failures']} failed"
     )
-
-
-def _metrics_table(metrics: Mapping[str, float]) -> Table:
-    from rich.table import Table
-
-    from rl4llm.tracking.tracker import rounded
-
-    table = Table("metric", "value", title="metrics of all episodes")
-    for name, value in metrics.items():
-        table.add_row(name, rounded(value))
-    return table
-
-
-def _differences_table(file: Path, changed: Mapping[str, Difference]) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        "score", "before", "difference", "95 % interval", "problems in both", title=f"compared with {file}"
-    )
-    for name, item in changed.items():
-        gained = item.gained
-        table.add_row(
-            name, f"{item.baseline:.4f}", f"{gained.value:+.4f}", _interval(gained, "+"), str(gained.problems)
-        )
-    return table
 
 
 def _interval(score: Score, sign: str = "") -> str:

@@ -12,9 +12,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from rich.table import Table
-
 from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
+from rl4llm.commands.output import table
 from rl4llm.compose import build_trainer
 from rl4llm.config import Config, load_config
 from rl4llm.core.registry import from_extension
@@ -116,12 +115,11 @@ def _show(console: Terminal, run: Path, seconds: float) -> None:
 
 
 def _show_progress(console: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table("step", "held-out success", "reward", "turns", title="held-out problems, greedy")
-    for row in rows:
-        table.add_row(
-            f"{row['step']:g}", f"{row['accuracy']:.1%}", f"{row['reward/mean']:.3f}", f"{row['turns']:.1f}"
-        )
-    console.print(table)
+    shown = [
+        (f"{row['step']:g}", f"{row['accuracy']:.1%}", f"{row['reward/mean']:.3f}", f"{row['turns']:.1f}")
+        for row in rows
+    ]
+    console.print(table("held-out problems, greedy", ("step", "held-out success", "reward", "turns"), shown))
     first, last = rows[0], rows[-1]
     console.print(
         f"The policy solves {last['accuracy']:.1%} of the held-out problems, {first['accuracy']:.1%} before training. "

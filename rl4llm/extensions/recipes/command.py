@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.commands.arguments import add_command, add_json, add_overrides
-from rl4llm.commands.output import Facts, say, show, write_json
+from rl4llm.commands.output import say, show, table, write_json
 from rl4llm.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,5 +79,5 @@ def _show(recipe: Recipe, known: Stored | None, verdict: dict[str, Any], work: P
         [f"{step:g}", f"{share:.1%}", f"{means[step]:.1%}" if step in means else ""]
         for step, share in verdict["curve"]
     ]
-    show(Facts("curve", f"held-out {recipe.metric}", ("step", "this run", "stored mean"), rows).table())
+    show(table(f"held-out {recipe.metric}", ("step", "this run", "stored mean"), rows))
     show(*verdict["lines"], f"`rl4llm view {work / 'run'}` shows the run.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from rl4llm.commands.output import table
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.inspect.plan.advice import Change
 from rl4llm.extensions.inspect.plan.memory import VERSIONS
@@ -113,7 +114,6 @@ def as_json(plan: RunPlan, found: Sequence[Change]) -> dict[str, Any]:
 
 def _counts(plan: RunPlan) -> Table:
     counts, ranks, config = plan.counts, plan.devices, plan.config
-    table = Table("what", "how many", title=f"a step, at most, on {ranks} device{'s' if ranks > 1 else ''}")
     played = f"{counts.prompts * ranks:,} prompts x {counts.samples} samples"
     played += f" x {counts.roles} roles" if counts.roles > 1 else ""
     rows = {
@@ -129,25 +129,19 @@ def _counts(plan: RunPlan) -> Table:
         "in the whole run": f"{config.max_steps:,} steps, {config.max_steps * counts.updates:,} optimizer steps, "
         f"{config.max_steps * counts.trajectories * ranks:,} sequences",
     }
-    for what, value in rows.items():
-        if value:
-            table.add_row(what, value)
-    return table
+    title = f"a step, at most, on {ranks} device{'s' if ranks > 1 else ''}"
+    return table(title, ("what", "how many"), [(what, value) for what, value in rows.items() if value])
 
 
 def _memory(plan: RunPlan) -> Table:
     policy = plan.models.policy
-    table = Table(
-        "phase",
-        "bytes",
-        "made of",
-        title=f"memory of one device: {policy.name}, {policy.parameters:,} parameters",
-    )
+    rows = []
     for phase in plan.phases:
         parts = sorted(phase.parts.items(), key=lambda part: -part[1])
         named = ", ".join(
             f"{name} {size_text(size)}" for name, size in parts if size >= 2**20 or size == parts[0][1]
         )
         mark = " <- peak" if phase is plan.peak else ""
-        table.add_row(phase.name, f"{size_text(phase.total)}{mark}", named)
-    return table
+        rows.append((phase.name, f"{size_text(phase.total)}{mark}", named))
+    title = f"memory of one device: {policy.name}, {policy.parameters:,} parameters"
+    return table(title, ("phase", "bytes", "made of"), rows)
