@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -194,11 +195,9 @@ def _shown_tools(setup: Setup, dataset: Any) -> tuple[Any, str]:
         "tokenizer": setup.tokenizer,
         "reward_functions": make_rewards(["tool_use"], {}),
     }
-    env = make_env(env_class, config.env, {"sandbox": None}, **fixed)  # no tool runs, and nothing is scored
-    try:
+    # No tool runs, and nothing is scored.
+    with closing(make_env(env_class, config.env, {"sandbox": None}, **fixed)) as env:
         return env.tool_schemas, env.call_example if env.tool_schemas else ""
-    finally:
-        env.close()
 
 
 def fitting_conversations(rows: Any, read: Read, setup: Setup, context_length: int, where: str) -> Any:

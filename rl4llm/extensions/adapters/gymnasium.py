@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -42,8 +43,7 @@ def gymnasium_prompts(
     """
     if split not in ("train", "test"):
         raise ConfigError(f"data.split={split!r} is not accepted. Accepted: train, test.")
-    env = _make(task, task_options)
-    try:
+    with closing(_make(task, task_options)) as env:
         names = _action_names(task, env, actions)
         if (system := instructions) is None:
             rules = rules_of(env, named=bool(actions), shown=env.render_mode == "ansi")
@@ -52,7 +52,7 @@ def gymnasium_prompts(
         seeds = [
             derive_seed("gymnasium", task, task_seed, number) for number in range(limit or DEFAULT_LIMIT)
         ]
-        rows = [
+        return [
             {
                 "prompt_id": f"{task}-{split}-{number}",
                 "messages": [
@@ -64,9 +64,6 @@ def gymnasium_prompts(
             }
             for number, seed in enumerate(seed % 2**30 * 2 + (split == "test") for seed in seeds)
         ]
-    finally:
-        env.close()
-    return rows
 
 
 class GymnasiumEnv(StepsEnv):

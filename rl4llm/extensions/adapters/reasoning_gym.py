@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 from rl4llm.core.errors import ConfigError, unknown
@@ -83,13 +84,11 @@ class ReasoningGymEnv(ChatEnv):
 def _problems(task: str, options: str, limit: int) -> Iterator[dict[str, Any]]:
     """Make questions and answers in a worker, a batch at a time, until `limit` distinct ones should be found."""
     pool = VerifierPool(f"{VERIFIER}:problem", workers=1, timeout_s=60.0, memory_bytes=2 * 1024**3)
-    try:
+    with closing(pool):
         batch = max(limit, HELD_OUT_SHARE)
         for start in range(0, TRIES * batch, batch):
             for made in pool.map([[task, options, number] for number in range(start, start + batch)]):
                 yield _checked(task, options, made)
-    finally:
-        pool.close()
 
 
 def _checked(task: str, options: str, made: Any) -> dict[str, Any]:

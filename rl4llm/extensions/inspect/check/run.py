@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,14 +66,11 @@ def check(
 
     Raises ConfigError for a configuration that is not valid.
     """
-    bench = Bench(config, free)
     results: dict[str, Result] = {}
-    try:
+    with closing(Bench(config, free)) as bench:
         for item in CHECKS:
             results[item.name] = _result(item, bench, results)
             tell(results[item.name])
-    finally:
-        bench.close()
     return list(results.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import comb
 
@@ -93,8 +94,7 @@ def examine(config: Config, prompts: int) -> TaskReport:
     """
     if prompts < 1:
         raise ConfigError(f"--prompts {prompts} is not accepted. Accepted: 1 or more.")
-    bench = Bench(config)
-    try:
+    with closing(Bench(config)) as bench:
         trainer = bench.build()
         if not isinstance(trainer, RLTrainer):
             name = config.algorithm["name"]
@@ -104,8 +104,6 @@ def examine(config: Config, prompts: int) -> TaskReport:
             )
         trainer.publish()
         return _examined(trainer, config, prompts)
-    finally:
-        bench.close()
 
 
 def _examined(trainer: RLTrainer, config: Config, prompts: int) -> TaskReport:

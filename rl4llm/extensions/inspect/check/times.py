@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -87,11 +88,8 @@ def measure(config: Config) -> RunTime:
         raise ConfigError(
             f"--time needs a server, and none can be reached at {', '.join(urls)}. Start one first."
         )
-    bench = Bench(config)
-    try:
+    with closing(Bench(config)) as bench:
         return _measured(bench.build(), config)
-    finally:
-        bench.close()
 
 
 def play(trainer: RLTrainer, prompts: int) -> RolloutResult:
