@@ -133,12 +133,14 @@ def plain_run(model_dir, tmp_path_factory):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "plain.yaml").write_text(PLAIN % (tmp_path / "rows.jsonl", model_dir, tmp_path / "run"))
     code = f"""
-import sys
+import gc, sys
+full = []  # collections of all that is imported
+gc.callbacks.append(lambda phase, info: info['generation'] == 2 and not gc.get_freeze_count() and full.append(phase))
 from rl4llm.cli import main
 code = main(['train', {str(tmp_path / "plain.yaml")!r}])
 heavy = {HEAVY | {"matplotlib", "pandas", "datasets", "tensorboard"}!r} & set(sys.modules)
 print(*(name for name in sys.modules if name.startswith('rl4llm')), *heavy, file=sys.stderr)
-sys.exit(code)"""
+sys.exit(code or full or 0)"""
 
     @cache
     def run(policy):
@@ -159,6 +161,14 @@ def test_a_plain_run_imports_nothing_that_it_does_not_use(plain_run):
     assert "rl4llm.trainers.rl" in names and "rl4llm.rewards.math" in names
     assert [name for name in names if name.startswith(tuple(UNUSED)) or not name.startswith("rl4llm")] == []
     assert len(names) <= 130
+
+
+@pytest.mark.parametrize("module", ["rl4llm.extensions.launch.ranks", "rl4llm.runtime.watchdog"])
+def test_only_what_shards_a_model_imports_the_class_of_shards(module):
+    """It takes as long to import as torch itself."""
+    code = f"import {module}, sys; sys.exit(' '.join({{'torch.distributed.tensor', 'sympy'}} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ for by a name that no configuration uses. A manifest is data: it is read, and no
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import importlib.metadata
 import os
@@ -158,7 +159,7 @@ class Registry(Generic[T]):
 def load(path: str) -> Any:
     """Import the ``module:attribute`` of a table."""
     module, _, attribute = path.partition(":")
-    found: Any = importlib.import_module(module)
+    found: Any = (importlib.import_module if module in sys.modules else _import_uncollected)(module)
     for name in attribute.split(".") if attribute else ():
         found = getattr(found, name)
     return found
@@ -172,6 +173,20 @@ def needed(package: str, what: str, extra: str = "") -> Any:
         raise ConfigError(
             f"{what} needs the package {package}: pip install 'rl4llm[{extra or package}]'."
         ) from error
+
+
+def _import_uncollected(module: str) -> Any:
+    """Import a module without garbage collection, which would visit each of half a million objects several times."""
+    if not gc.isenabled():
+        return importlib.import_module(module)
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation, where only a full collection visits them
+        gc.enable()
 
 
 def provided(group: str) -> Mapping[str, str]:

@@ -6,17 +6,20 @@ A single process is one rank, so no caller asks whether training is distributed.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rl4llm.core.errors import ConfigError, RanksError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 LATER_S = 60.0  # so that the watchdog, whose report has more detail, fires first
@@ -213,8 +216,10 @@ def whole(tensor: Tensor) -> Tensor:
     other buffers first and needs two to three times as much.
     """
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
+    if not _is_sharded(tensor):
         return tensor
+    from torch.distributed.tensor import Shard  # noqa: PLC0415 - slow to import
+
     if tensor.placements != (Shard(0),):
         return tensor.full_tensor()
     group, own = tensor.device_mesh.get_group(), tensor.to_local()
@@ -229,17 +234,25 @@ def whole(tensor: Tensor) -> Tensor:
 
 def part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a copy of the part of a whole tensor that this rank holds of `like`; no rank waits."""
-    if not isinstance(like, DTensor):
+    if not _is_sharded(like):
         return tensor.to(like.device, copy=True)
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
+
     placed = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
     return placed.to(like.device)
 
 
 def put(own: Tensor, tensor: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded; no rank waits."""
-    part(own).copy_(part(part_like(tensor, own)) if isinstance(own, DTensor) else tensor)
+    part(own).copy_(part(part_like(tensor, own)) if _is_sharded(own) else tensor)
+
+
+def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether ranks share a tensor; where nothing has imported its class, which takes a second, none is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

@@ -1,5 +1,6 @@
 """Names of a configuration, and what is found by its place."""
 
+import gc
 import importlib
 import importlib.metadata
 import os
@@ -13,7 +14,7 @@ import pytest
 from rl4llm.__main__ import program
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.registry import Registry, imported
+from rl4llm.core.registry import Registry, imported, load
 
 
 def test_modules_of_the_working_directory_are_found_last(tmp_path, monkeypatch, capsys):
@@ -127,6 +128,16 @@ def test_a_broken_package_is_named_with_the_next_step(installed):
         ConfigError, match=r"env\.name='lost' is mine_for_registry:Lost of an installed .*uninstall it"
     ):
         installed["lost"]
+
+
+def test_what_a_table_names_is_imported_without_collection(tmp_path, monkeypatch):
+    (tmp_path / "asks_the_collector.py").write_text("import gc\ncollects = gc.isenabled()\n")
+    (tmp_path / "fails_to_import.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load("asks_the_collector:collects") is False and gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        load("fails_to_import")
+    assert gc.isenabled()
 
 
 def test_a_file_that_registers_a_name_twice_is_refused(tmp_path):
