@@ -127,6 +127,7 @@ class FunctionAgent:
 
 
 async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
+    """Write an agent's task and end its input."""
     with contextlib.suppress(OSError):  # the agent may not read its task
         stdin.write(content)
         await stdin.drain()

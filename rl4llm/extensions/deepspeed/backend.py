@@ -359,6 +359,7 @@ class DeepSpeedBackend(ModelBackend):
 
 
 def _count_trained(*modules: nn.Module | None) -> int:
+    """Return the number of parameters that train."""
     parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 

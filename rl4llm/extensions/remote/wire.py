@@ -210,6 +210,7 @@ def row_of(text: str, where: str) -> dict[str, Any]:
 
 
 def _has_pictures(message: Any) -> bool:
+    """Return whether a message, read or not, holds pictures; JSON has no form of their class."""
     given = message if isinstance(message, Mapping) else {}
     lists = [given[key] for key in ("parts", "content") if isinstance(given.get(key), list)]
     return any(isinstance(part, Picture) for parts in lists for part in parts)

@@ -216,6 +216,7 @@ class ServerProcess:
 
 
 def _temporary_log(name: str, port: int) -> Path:
+    """Make the log of a server for which the caller named no file."""
     handle, path = tempfile.mkstemp(prefix=f"rl4llm-{name}-{port}-", suffix=".log")
     os.close(handle)
     return Path(path)

@@ -50,25 +50,30 @@ class Loss:
 
 
 def _importance_sampling(batch: TrainBatch, logprobs_BT: Tensor, options: Mapping[str, float]) -> Tensor:
+    """Return -r A with the ratio r = p / p_sampled, the policy gradient of samples of another policy."""
     return -(logprobs_BT - batch.old_logprobs_BT).exp() * batch.advantages_BT
 
 
 def _ppo(batch: TrainBatch, logprobs_BT: Tensor, options: Mapping[str, float]) -> Tensor:
+    """Return -min(r A, clip(r) A), equation 7 of PPO (arXiv 1707.06347)."""
     ratio_BT = (logprobs_BT - batch.old_logprobs_BT).exp()
     return clipped_surrogate(ratio_BT, batch.advantages_BT, *_clips(options))
 
 
 def _cispo(batch: TrainBatch, logprobs_BT: Tensor, options: Mapping[str, float]) -> Tensor:
+    """Return -clip(r) A log p, where no gradient flows through clip(r) (MiniMax-M1, arXiv 2506.13585)."""
     low, high = _clips(options)
     return CISPO(clip_low=low, clip_high=high).surrogate(batch, logprobs_BT)[0]
 
 
 def _gspo(batch: TrainBatch, logprobs_BT: Tensor, options: Mapping[str, float]) -> Tensor:
+    """Return the loss of PPO with the mean ratio of a sequence, as GSPO-token (arXiv 2507.18071)."""
     low, high = _clips(options)
     return GSPOToken(clip_low=low, clip_high=high).surrogate(batch, logprobs_BT)[0]
 
 
 def _dro(batch: TrainBatch, logprobs_BT: Tensor, options: Mapping[str, float]) -> Tensor:
+    """Return -A log p + beta (log p - log p_sampled)^2 / 2, the policy loss of DRO (arXiv 2405.19107)."""
     penalty_BT = kl(logprobs_BT, batch.old_logprobs_BT, "k2")
     return options["beta"] * penalty_BT - batch.advantages_BT * logprobs_BT
 

@@ -82,6 +82,7 @@ def _error(status: int, text: str) -> web.Response:
 
 
 async def _verb(request: web.Request) -> web.Response:
+    """Answer a request of `VERBS`, whose name is also that of the service's method."""
     do = getattr(request.app[SERVICE], request.path.rpartition("/")[2])  # one of VERBS
     return web.json_response(do(await request.json()))
 
@@ -122,6 +123,7 @@ async def _finish(request: web.Request) -> web.Response:
 
 
 async def _delete(request: web.Request) -> web.Response:
+    """Delete a checkpoint."""
     address = "tinker://{run}/{kind}/{name}".format(**request.match_info)
     await asyncio.wrap_future(request.app[SERVICE].delete(address))
     return web.Response(status=204)

@@ -196,6 +196,7 @@ def _episode(request: web.Request) -> Any:
 
 
 def _search(request: web.Request) -> Any:
+    """Return the numbers of the episodes that hold a text, and whether all were searched."""
     numbers, complete = _indexed(request).index.search(request.query.get("q", ""))
     return {"numbers": numbers, "complete": complete}
 

@@ -131,6 +131,7 @@ def _running_sums(x: Tensor) -> Tensor:
 
 
 def _fixed_point_sums(x: Tensor) -> Tensor:
+    """Return cumulative sums of integers, which are the same in each order of addition."""
     return (x.double() * FIXED_POINT).long().cumsum(-1).double() / FIXED_POINT
 
 

@@ -163,6 +163,7 @@ class SGLangClient(AdaptingClient):
             return await self.post_with(adapter, "/generate", body), adapter
 
     async def _from_disk(self, weight_ref: WeightRef) -> None:
+        """Have the server load a version from its files."""
         await self._check_model(weight_ref.path)
         version = str(replace(await self._held(), version=str(weight_ref.version)))
         body = {"model_path": weight_ref.path, "weight_version": version, "flush_cache": not self.keep_cache}

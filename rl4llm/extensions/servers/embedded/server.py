@@ -157,6 +157,7 @@ class EmbeddedServer:
         return {"success": True, "message": f"Version {version} was loaded in {took_s:.2f} s."}
 
     async def _check_weights(self, body: Any) -> Any:
+        """Answer with a checksum of the weights, as SGLang's `/weights_checker` does."""
         async with self._weights:
             return {"success": True, "per_engine_checksum": await asyncio.to_thread(checksum, self._model)}
 
@@ -206,6 +207,7 @@ class EmbeddedServer:
         return {"model_path": self._path, "weight_version": version_text(await self._engine.version())}
 
     async def _server_info(self, body: Any) -> Any:
+        """Answer with the model, the device, and what the engine does now."""
         device = str(self._engine.device.type)
         info = {**await self._model_info(body), "device": device, "tp_size": 1, "answers": self._answers}
         return {**info, **await self._engine.health()}
@@ -214,6 +216,7 @@ class EmbeddedServer:
         return _json(self._openai.models())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat request of OpenAI's API, as a stream if it asks for one."""
         return await self._sent(request, self._openai.chat(await _body(request)))
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
