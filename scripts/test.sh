@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh [--smoke | --fast] [pytest arguments]
 #
-# Three processes share the files of tests. `-n 8` starts more, `-n 0` starts none. `--sweep` runs all cases of a kind
+# Four processes share the files of tests. `-n 8` starts more, `-n 0` starts none. `--sweep` runs all cases of a kind
 # instead of a sample of them. Each part prints how long it took, the tests by directory, and the slowest 25 of them.
 #
 #   --smoke          the tests of tests/smoke.txt: a few of every part, in under two minutes
@@ -30,7 +30,7 @@ python scripts/prose.py
 took "Checking the prose"
 scripts/install_sandbox.sh
 
-pytest=(python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25)
+pytest=(python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=25)
 case "$chosen" in
   --smoke) exec "${pytest[@]}" @tests/smoke.txt "$@" ;;
   --fast) exec "${pytest[@]}" --fast -m "not sglang and not vllm and not deepspeed" "$@" ;;
