@@ -50,10 +50,15 @@ def train():
 
 def render(job: ClusterJob) -> dict[str, str]:
     """Return the app. Raises ConfigError for a run that Modal does not support."""
+    check(job)
+    return {APP: TEXT.format(name=job.name, options=dict(job.options))}
+
+
+def check(job: ClusterJob) -> None:
+    """Raise ConfigError for a run that Modal does not support."""
     job.check_options(OPTIONS, "modal")
     _check_roles(job)
     _check_files(yaml.safe_load(job.config))
-    return {APP: TEXT.format(name=job.name, options=dict(job.options))}
 
 
 def ready() -> None:

@@ -31,7 +31,8 @@ from packaging.requirements import Requirement
 from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.extensions.launch import volume
-from rl4llm.extensions.launch.modal import CONFIG, SHARED
+from rl4llm.extensions.launch.job import ClusterJob
+from rl4llm.extensions.launch.modal import CONFIG, SHARED, check
 from rl4llm.extensions.launch.roles import NUMBER, SGLANG, Role, hosts_variable, roles
 from rl4llm.runs.run_dir import RunDir
 
@@ -71,6 +72,8 @@ def build(path: Path, name: str, options: Mapping[str, str]) -> ModalRun:
     """Return the app of a configuration, not started, whose file is copied into every container. Raises ConfigError."""
     config = load_config(path)
     wanted = {role.name: role for role in roles(config, ("rl4llm", "launch", CONFIG))}
+    # Its files may have changed since `rl4llm launch` wrote them.
+    check(ClusterJob(name, list(wanted.values()), Path(SHARED), options, path.read_text()))
     image = _image(config, path, options, servers="server" in wanted)
     disk = options.get("volume", "rl4llm")
     shared: dict[str, Any] = {
