@@ -166,7 +166,7 @@ def load(path: str) -> Any:
 
 
 def needed(package: str, what: str, extra: str = "") -> Any:
-    """Import an optional package; raise ConfigError, with `what` needs it and the extra that installs it, without it."""
+    """Import an optional package; without it, raise ConfigError with what needs it and the extra that installs it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -176,7 +176,10 @@ def needed(package: str, what: str, extra: str = "") -> Any:
 
 
 def _import_uncollected(module: str) -> Any:
-    """Import a module without garbage collection, which would visit each of half a million objects several times."""
+    """Import a module without garbage collection, which would visit each of half a million objects several times.
+
+    Training collects what its import left, when it begins.
+    """
     if not gc.isenabled():
         return importlib.import_module(module)
     gc.disable()

@@ -24,8 +24,15 @@ from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
 from rl4llm.rewards.prefilter import MAX_CHARS, refuse
 
 _VERIFIER = f"{Path(__file__).with_name('_verify_math.py')}:same_answer"
-_WARM_UP = [["\\frac{1}{2}", "0.5x"], ["(1, 2]", "\\{1, \\sqrt{2}\\}"]]
-"""Load what most questions need. The first question of another kind takes each worker about 0.1 s longer."""
+_WARM_UP = [
+    ["\\frac{1}{2}", "0.5x"],
+    ["(1, 2]", "\\{1, \\sqrt{2}\\}"],
+    ["\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "x = 3"],
+    ["x(x+2)", "x^2 + 2x"],
+    ["\\frac{x+1}{x-1}", "\\log_2 8"],
+    ["\\frac{\\sqrt{3}}{2}", "\\sin(\\frac{\\pi}{3})"],
+    ["y = 2x", "e^{x}"],
+]
 SeveralBoxed = Literal["last", "first", "all", "none"]
 MAX_BOXES = 8
 Grade = tuple[float, str | None]

@@ -165,10 +165,9 @@ def set_aside_what_stays() -> None:
     """Exclude all objects that are alive now from garbage collection; later objects are collected as usual.
 
     The modules of torch and transformers alone are half a million objects, and each full collection visits all of them.
-    That blocks the process for 0.2 s, about once per thousand episodes. In a process that has just started, no old object is
-    garbage, so this does not visit them either.
+    That blocks the process for 0.2 s, about once per thousand episodes.
     """
-    gc.collect(2 if gc.get_stats()[2]["collections"] else 1)
+    gc.collect()
     gc.freeze()
 
 

@@ -254,5 +254,6 @@ def put(own: Tensor, tensor: Tensor) -> None:
 
 def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether ranks share a tensor; where nothing has imported its class, which takes a second, none is."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # a module that another thread is importing may not have it yet
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)

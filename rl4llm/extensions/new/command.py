@@ -86,8 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
         path = list(sys.path)
         with contextlib.chdir(directory):
             sys.path.insert(0, str(Path.cwd()))  # where the task's module is found
-            code = _tried()
-        sys.path[:] = path
+            try:
+                code = _tried()
+            finally:
+                sys.path[:] = path
     show(
         f"Next: cd {quote(str(directory))}, change task.py and task.yaml, then\n"
         "  pytest test_task.py\n  rl4llm check task.yaml --task\n  rl4llm train task.yaml"

@@ -89,7 +89,7 @@ class Sandbox:
         self._reset()
 
     def run(self, program: Program, limits: Limits | None = None) -> Outcome:
-        """Return the outcome of a program; every failure is one, those of the machine after some retries."""
+        """Return the outcome of a program; every failure is an outcome too. Those of the machine are retried first."""
         try:
             self.probe()
         except SandboxError as error:

@@ -39,7 +39,7 @@ class NotebookConsole(Console):
         self._loss: list[tuple[int, float]] = []
         self._success: list[tuple[int, float]] = []
         self._over = False
-        self._drawing = ExitStack()
+        self._drawing, self._entered = ExitStack(), False
 
     def __enter__(self) -> NotebookConsole:
         self._progress.start()
@@ -51,10 +51,11 @@ class NotebookConsole(Console):
         self._progress.step = max((step for step, _ in (*self._reward, *self._loss)), default=0)
         self._show()
         self._drawing.enter_context(repeated(REFRESH_S, self._show, "notebook"))
+        self._entered = True
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._handle is None:
+        if not self._entered:
             return
         self._over = True
         self._drawing.close()

@@ -34,7 +34,7 @@ class CohostedFleet(FleetClient):
         return self.state is DeviceState.READY
 
     async def _deliver(self, trip: Trip, ask: Callable[[Member], Coroutine[Any, Any, T]]) -> T:
-        self._demand("generate", DeviceState.READY)
+        self._demand("answer", DeviceState.READY)
         return await super()._deliver(trip, ask)
 
     async def load(self, weight_ref: WeightRef) -> None:

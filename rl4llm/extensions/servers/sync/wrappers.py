@@ -84,10 +84,7 @@ class ClaimingPublisher(BasePublisher):
 
 
 class FallbackPublisher(BasePublisher):
-    """Publishes with the first publisher; if an engine refuses, with the second, for this version only, with a warning.
-
-    Neither shares the device with an engine.
-    """
+    """Publishes with the first publisher; if an engine refuses, with the second, for this version only, with a warning."""
 
     def __init__(self, first: BasePublisher, second: BasePublisher, warn: Callable[[str], None]):
         self._first, self._second, self._warn = first, second, warn
@@ -102,6 +99,15 @@ class FallbackPublisher(BasePublisher):
             self.taken += 1
             self._warn(f"Version {version} was published with sync.fallback, since sync.name failed: {error}")
             return await self._second.publish(backend, version)
+
+    async def lend_device(self, backend: BaseBackend) -> None:
+        await self._first.lend_device(backend)
+
+    def take_device(self, backend: BaseBackend) -> None:
+        self._first.take_device(backend)
+
+    def follow(self, backend: BaseBackend) -> None:
+        self._first.follow(backend)
 
     async def close(self) -> None:
         await self._first.close()
