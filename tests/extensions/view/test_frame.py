@@ -14,7 +14,9 @@ INSIDE = "frames[0].document.querySelector"
 def test_links_in_the_frame_stay_in_the_frame(browser, tokenizer, tmp_path):
     frame = NotebookPage(write_run(tmp_path / "run", tokenizer), episodes=10)._repr_html_()
     seen = frame.replace('sandbox="', 'sandbox="allow-same-origin ', 1)  # so that this test can look into it
-    (tmp_path / "notebook.html").write_text(f"<html data-ready=yes><meta charset=utf-8>{seen}")
+    (tmp_path / "notebook.html").write_text(
+        f"<html data-ready=yes><meta charset=utf-8><link rel=icon href=data:,>{seen}"  # asks for no favicon.ico
+    )
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
