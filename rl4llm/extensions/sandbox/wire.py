@@ -262,6 +262,8 @@ def _decimal(text: str) -> Decimal:
     if len(text) > MAX_DIGITS:
         raise WireError("a number of many digits")
     number = Decimal(text)
+    if number.is_snan():
+        raise WireError("a signaling NaN, which raises when it is compared")
     if number.is_finite() and abs(number.adjusted()) > MAX_EXPONENT:
         raise WireError("a number with a large exponent")
     return number

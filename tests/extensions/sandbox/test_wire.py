@@ -141,8 +141,9 @@ def test_numbers_dates_and_arrays_come_back_with_their_type(value):
 
 @pytest.mark.parametrize(
     "value",
-    [{"Decimal": "1e100000"}, {"Decimal": "1" * (MAX_DIGITS + 1)}, {"Decimal": "x"}, {"Fraction": "1/0"},
-     {"Fraction": "a/b"}, {"Fraction": "1" * (MAX_DIGITS + 1) + "/1"}, {"date": "2024"}, {"date": 5}, {"timedelta": ["1"]},
+    [{"Decimal": "1e100000"}, {"Decimal": "1" * (MAX_DIGITS + 1)}, {"Decimal": "x"}, {"Decimal": "-sNaN1"},
+     {"Fraction": "1/0"}, {"Fraction": "a/b"},
+     {"Fraction": "1" * (MAX_DIGITS + 1) + "/1"}, {"date": "2024"}, {"date": 5}, {"timedelta": ["1"]},
      {"ndarray": ["|O8", []]}, {"ndarray": ["<f8"]}, {"object": [1]}, {"object": ["1", "A"]}, {"object": [True, "A"]}],
 )  # fmt: skip
 def test_malformed_numbers_dates_and_objects_are_refused(value):
