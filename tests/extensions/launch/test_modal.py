@@ -138,7 +138,7 @@ def check_secrets(plane):
     assert "tokens" in {request.deployment_name for request in requests}
 
 
-def test_modal_app_without_keys_or_with_wrong_extras_is_refused(written, monkeypatch):
+def test_modal_run_refuses_what_was_edited_or_is_missing(written, monkeypatch):
     from rl4llm.extensions.launch import modal_app
 
     directory = written()  # with a module that only PYTHONPATH leads to
@@ -147,6 +147,13 @@ def test_modal_app_without_keys_or_with_wrong_extras_is_refused(written, monkeyp
     directory = written("rewards=[math]")
     with pytest.raises(ConfigError, match=r"extras='deepsped' is unknown.*Did you mean 'deepspeed'"):
         modal_app.build(directory / "config.yaml", "x", {"extras": "deepsped"})
+    with pytest.raises(ConfigError, match=r"option='volum' is unknown.*Did you mean 'volume'"):
+        modal_app.build(directory / "config.yaml", "x", {"volum": "mine"})
+    config = yaml.safe_load((directory / "config.yaml").read_text())
+    config["output"]["dir"] = "/runs/x"
+    (directory / "edited.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError, match="dir=/runs/x is not accepted: it must be on the volume"):
+        modal_app.build(directory / "edited.yaml", "x", {})
     monkeypatch.delenv("RL4LLM_SERVER_KEY")
     with pytest.raises(ConfigError, match="RL4LLM_SERVER_KEY is not set"):
         modal_app.build(directory / "config.yaml", "x", {})
