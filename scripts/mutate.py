@@ -1,9 +1,9 @@
 """Breaks important lines one at a time, in a copy of the tree, and runs the tests that must notice.
 
     python scripts/mutate.py                                    # exit status 1 when a mutant survives
-    python scripts/mutate.py --only group_deviation clip_bounds --jobs 4
+    python scripts/mutate.py --only group_deviation clip_bounds
 
-The lines are those of scripts/mutants.py. First all of their tests must pass on the unbroken copy.
+The lines are those of scripts/mutants.py. First all of their tests must pass on an unbroken copy.
 """
 
 from __future__ import annotations
@@ -11,49 +11,35 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import difflib
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("rl4llm", "tests", "configs", "scripts", "pytest.ini")
+COPIED = ("rl4llm", "tests", "configs", "scripts", "docs", "pytest.ini")
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 TIMEOUT_S = 300.0  # of a mutant
 OUTCOMES = {0: "SURVIVED", 1: "killed", None: "killed by the time limit"}  # by exit status of pytest
 
 
-class Tested(NamedTuple):
-    """How tests ended; with any other exit status than 0 and 1 they were not run. None: their time was over."""
-
-    mutant: Mutant | None
-    tests: Sequence[str]
-    status: int | None
-    log: str
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=MUTANTS, help="run these mutants alone")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
-    given = parser.parse_args()
-    chosen = [MUTANTS[name] for name in given.only or MUTANTS]
+    chosen = [MUTANTS[name] for name in parser.parse_args().only or MUTANTS]
     if wrong := [problem for mutant in chosen for problem in problems(ROOT, mutant)]:
         print("\n".join([*wrong, "Next: correct scripts/mutants.py. Nothing was run."]), file=sys.stderr)
         return 1
-    return judge(ROOT, chosen, jobs=given.jobs, timeout_s=TIMEOUT_S)
+    return judge(ROOT, chosen, timeout_s=TIMEOUT_S)
 
 
 def problems(root: Path, mutant: Mutant) -> Iterator[str]:
@@ -78,87 +64,56 @@ def functions(file: Path) -> set[str]:
     return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
-def judge(root: Path, mutants: Sequence[Mutant], *, jobs: int, timeout_s: float) -> int:
+def judge(root: Path, mutants: Sequence[Mutant], *, timeout_s: float) -> int:
     """Test the unbroken tree, then each mutant; return the exit status."""
-    files: dict[str, list[str]] = {}
-    for test in dict.fromkeys(test for mutant in mutants for test in mutant.tests):
-        files.setdefault(test.partition("::")[0], []).append(test)
-    with tempfile.TemporaryDirectory(prefix="rl4llm-mutate-") as directory, ThreadPoolExecutor(jobs) as pool:
-        copies: queue.Queue[Path] = queue.Queue()
-        for number in range(jobs):
-            copies.put(copied(root, Path(directory, str(number))))
-        for done in pool.map(lambda tests: run(copies, tests, None, 10 * timeout_s), files.values()):
-            if done.status != 0:
-                pool.shutdown(cancel_futures=True)
-                print(
-                    f"{done.log}\nNot passed without any mutant: {', '.join(done.tests)}. No mutant was run."
-                )
-                return 1
-        print(f"The tests of {len(files)} files pass on the unbroken tree.", flush=True)
-        judged = list(pool.map(lambda mutant: run(copies, mutant.tests, mutant, timeout_s), mutants))
-    return report(root, judged)
-
-
-def copied(root: Path, copy: Path) -> Path:
-    """Copy what the tests need, without compiled files: Python could take one for that of a broken file of the same date."""
-    copy.mkdir()
-    for name in COPIED:
-        if (root / name).is_dir():
-            shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif (root / name).is_file():
-            shutil.copy(root / name, copy / name)
-    return copy
-
-
-def run(copies: queue.Queue[Path], tests: Sequence[str], mutant: Mutant | None, timeout_s: float) -> Tested:
-    """Run tests in a free copy, broken by the mutant, against the library of that copy."""
-    copy, began = copies.get(), time.monotonic()
-    file = copy / (mutant.file if mutant else "pytest.ini")
-    whole = file.read_text() if mutant else ""
-    if mutant:
-        file.write_text(whole.replace(mutant.code, mutant.broken))
-    environ = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={copy / 'tmp'}", *tests]
-    with (copy / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=copy, env=os.environ | environ, stdout=log, stderr=log, start_new_session=True
-        )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout_s)
-        status = process.returncode
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what the tests started too
-        process.wait()
-    if mutant:
-        file.write_text(whole)
+    tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
+    status, log = run(root, [*tests], None, 10 * timeout_s)
+    if status != 0:
+        print(f"{log}\nThese tests do not pass without any mutant, and none was run.")
+        return 1
+    print(f"{len(tests)} tests pass on the unbroken tree.", flush=True)
+    outcomes: Counter[str] = Counter()
+    for mutant in mutants:
+        began = time.monotonic()
+        status, log = run(root, mutant.tests, mutant, timeout_s)
         outcome = OUTCOMES.get(status, f"exit status {status}")
+        outcomes[outcome] += 1
         print(f"{outcome:26}{mutant.name:40}{time.monotonic() - began:6.1f} s", flush=True)
-    tested = Tested(mutant, tests, status, (copy / "log").read_text(errors="replace")[-8000:])
-    copies.put(copy)
-    return tested
-
-
-def report(root: Path, judged: Sequence[Tested]) -> int:
-    """Print what survived, and return the exit status."""
-    for mutant, tests, status, log in judged:
-        if mutant and status not in (1, None):
-            how = "survived" if status == 0 else f"exit status {status}"
-            print(f"\n{mutant.name}: {how} with\n{diff(root, mutant)}\nTests: {', '.join(tests)}")
+        if status not in (1, None):
+            print(f"{mutant.file}\n- {mutant.code}\n+ {mutant.broken}\nTests: {', '.join(mutant.tests)}")
             print("" if status == 0 else log)
-    killed, late, survived = (sum(one.status == status for one in judged) for status in (1, None, 0))
-    others = len(judged) - killed - late - survived
-    print(
-        f"\n{len(judged)} mutants: {killed} killed by a test, {late} by the time limit, {survived} survived, "
-        f"{others} not judged."
-    )
-    return 0 if survived == others == 0 else 1
+    print(f"{len(mutants)} mutants:", ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()))
+    return 0 if outcomes.keys() <= {OUTCOMES[1], OUTCOMES[None]} else 1
 
 
-def diff(root: Path, mutant: Mutant) -> str:
-    """Show what was broken."""
-    text = (root / mutant.file).read_text()
-    lines = (version.splitlines() for version in (text, text.replace(mutant.code, mutant.broken)))
-    return "\n".join(difflib.unified_diff(*lines, mutant.file, mutant.file, n=1, lineterm=""))
+def run(root: Path, tests: Sequence[str], mutant: Mutant | None, timeout_s: float) -> tuple[int | None, str]:
+    """Run tests in a copy of the tree, broken by the mutant; return exit status, None when it was too late, and log."""
+    with tempfile.TemporaryDirectory(prefix="rl4llm-mutate-") as directory:
+        copy = Path(directory)
+        for name in (
+            COPIED
+        ):  # without compiled files: Python could take one for that of a broken file of the same date
+            if (root / name).is_dir():
+                shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif (root / name).is_file():
+                shutil.copy(root / name, copy / name)
+        if mutant:
+            file = copy / mutant.file
+            file.write_text(file.read_text().replace(mutant.code, mutant.broken))
+        environ = {"PYTHONPATH": directory, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={copy / 'tmp'}", *tests]
+        with (copy / "log").open("w") as log:
+            process = subprocess.Popen(
+                command, cwd=copy, env=os.environ | environ, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                status: int | None = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what the tests started too
+        return status, (copy / "log").read_text(errors="replace")[-8000:]
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ seen = Mutant("seen", "rl4llm/sums.py", "a + b", "a - b", TESTS)
 unseen = Mutant("unseen", "rl4llm/sums.py", "a * b", "a / b", TESTS)
 unreadable = Mutant("unreadable", "rl4llm/sums.py", "def add", "raise OSError\\n\\ndef add", TESTS)
 for mutants in ([seen], [seen, unseen, unreadable]):
-    print(judge(Path(sys.argv[1]), mutants, jobs=2, timeout_s=60), "is returned")
+    print(judge(Path(sys.argv[1]), mutants, timeout_s=60), "is returned")
 """
 
 
@@ -61,16 +61,16 @@ def judged(tmp_path_factory):
 
 
 def test_when_every_mutant_is_killed_the_script_succeeds(judged):
-    assert "1 killed by a test, 0 by the time limit, 0 survived, 0 not judged.\n0 " in judged[0]
+    assert "1 mutants: 1 killed\n0 " in judged[0]
 
 
 def test_a_survivor_is_shown_and_fails_the_script(judged):
-    assert "1 killed by a test, 0 by the time limit, 1 survived, 1 not judged.\n1 " in judged[1]
-    assert "-    return a * b\n+    return a / b" in judged[1]
+    assert "3 mutants: 1 killed, 1 SURVIVED, 1 exit status 4\n1 " in judged[1]
+    assert "\n- a * b\n+ a / b\nTests: " in judged[1]
 
 
 def test_a_mutant_that_keeps_tests_from_starting_is_not_killed(judged):
-    assert "\nunreadable: exit status 4 with\n" in judged[1]
+    assert "\nexit status 4             unreadable" in judged[1]
 
 
 def test_a_fragment_that_is_gone_is_named(tmp_path):
