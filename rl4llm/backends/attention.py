@@ -285,7 +285,7 @@ def _with_prompt(prompt: Tensor, own: Tensor) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """Queries (n, H, L, W) are the last L of the keys' (n, K, P + L, W) positions."""
+    """Return the attention output (n, H, L, W) of queries at the last L of the keys' (n, K, P + L, W) positions."""
     (count, heads, length, width), total = q.shape, k.shape[2]
     few = count * heads * length * total <= EAGER_SCORES
     eager = sinks is not None or (few and q.dtype == torch.bfloat16 and q.device.type == "cpu")
@@ -347,7 +347,7 @@ def _segments(batch: TrainBatch) -> _Segments:
 
 
 def _blocks(segments: _Segments) -> tuple[Ints, list[Block]]:
-    """The order of the segments in the stream, roots first, and the blocks that they form."""
+    """Return the order of the segments in the stream, roots first, and the blocks that they form."""
     parents, lengths = segments.parents, segments.lengths
     order = np.lexsort((-lengths, parents))
     root_place = {int(segment): place for place, segment in enumerate(order[parents[order] < 0])}

@@ -286,7 +286,7 @@ def _add_products(
 
 
 def _scores(logits: Tensor, plan: _Cuts) -> Tensor:
-    """What the softmax is taken of. May be `logits` itself."""
+    """Return the scores that the softmax takes. They may be `logits` itself."""
     if plan.softcap:
         logits = (logits / plan.softcap).tanh_().mul_(plan.softcap)
     return logits if plan.temperature == 1.0 else logits / plan.temperature
@@ -307,7 +307,7 @@ def _summarise(scores: Tensor, columns_N: Tensor, plan: _Cuts, out_3N: Tensor) -
 
 
 def _combined(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same three of the whole vocabulary, from those of its P slices (3, P, N)."""
+    """Combine the three numbers of each of P slices of the vocabulary (3, P, N) into those of the whole."""
     normalisers_PN, scores_PN, entropies_PN = summaries
     shares_PN = normalisers_PN.log_softmax(0)
     return (
@@ -324,7 +324,7 @@ def _grad_scores(
     columns_N: Tensor,
     grads: tuple[Tensor, Tensor | None],
 ) -> Tensor:
-    """The gradient of one tile of the scores."""
+    """Return the gradient of one tile of the scores."""
     grad_logprobs_N, grad_entropy_N = grads
     grad = (scores - normalisers_N[:, None]).exp_()
     if grad_entropy_N is None:

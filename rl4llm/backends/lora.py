@@ -240,7 +240,7 @@ def _check_inner(model: PreTrainedModel, targets: Sequence[str], accepted: str) 
 
 
 def _inner_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The linear layers that may have an adapter: all but the output layer."""
+    """Return the linear layers that may have an adapter: all but the output layer."""
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
     return {
         name: module

@@ -215,15 +215,15 @@ class ModelBackend(BaseBackend):
     def _write(
         self, path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
     ) -> dict[str, str]:
-        """The first rank writes the tensors, one at a time, and returns the file's hash; the others help to make them
-        whole."""
+        """Write the tensors, one at a time, on the first rank, and return the file's hash there; the others help to make
+        them whole."""
         written = self._on_first(
             lambda: write_tensors(path, specs, tensors), finish=lambda: deque(tensors, maxlen=0)
         )
         return {} if written is None else {path.name: written}
 
     def _on_first(self, write: Callable[[], T], finish: Callable[[], Any] = lambda: None) -> T | None:
-        """What `write` returns, on the first rank, then `finish` on all; what fails there fails on all."""
+        """Run `write` on the first rank, then `finish` on all. Return what `write` returns; one rank's failure fails all."""
         failures = OSError, SafetensorError, WeightsError
 
         def work() -> T | None:
@@ -239,7 +239,7 @@ class ModelBackend(BaseBackend):
         return self._ranks.agree(work, failures, otherwise)
 
     def _agreed(self, read: Callable[[], T]) -> T:
-        """What `read` returns, or CheckpointError on every rank when it raises that on any."""
+        """Return what `read` returns. Raise CheckpointError on every rank when it raises that on any."""
         otherwise = CheckpointError("Another rank could not read the checkpoint; its own message says why.")
         return self._ranks.agree(read, (CheckpointError,), otherwise)
 
@@ -269,8 +269,8 @@ class ModelBackend(BaseBackend):
         return named
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, as it is here, perhaps sharded: of an adapter's model only what trains, else all, even
-        what a user froze."""
+        """Return what a checkpoint holds, as it is here, perhaps sharded: of an adapter's model only what trains, else all,
+        even what a user froze."""
         named = self._named_parameters()
         if self.adapter is not None:
             return {name: parameter for name, parameter in named.items() if parameter.requires_grad}

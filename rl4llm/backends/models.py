@@ -181,7 +181,7 @@ def check_tokenizer(
 
 
 def _of_text(tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int]) -> list[str]:
-    """The tokens that a text may become: all but special ones that nothing uses.
+    """Return the tokens that a text may become: all but special ones that nothing uses.
 
     Text models keep the tokens for images of their family, such as Gemma 3 1B, without an embedding for them.
     """
@@ -191,7 +191,7 @@ def _of_text(tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int]) 
 
 
 def _stored_vocabulary(name: str) -> dict[str, int]:
-    """The tokens of the tokenizer in a model's directory, or on the hub; empty where none can be had."""
+    """Return the tokens of the tokenizer in a model's directory or on the hub; empty where it cannot be read."""
     here = Path(name)
     if not any((here / file).is_file() for file in TOKENIZER_FILES) and (here.is_dir() or "/" not in name):
         return {}
@@ -202,7 +202,7 @@ def _stored_vocabulary(name: str) -> dict[str, int]:
 
 
 def _vocabulary_of(model: str | Path | PreTrainedModel) -> tuple[str, int | None]:
-    """The name of a model, and the number of tokens that it has embeddings for; None where its config states none."""
+    """Return a model's name and the number of tokens that it has embeddings for, None where its config states none."""
     if isinstance(model, PreTrainedModel):
         return model.name_or_path or type(model).__name__, model.get_input_embeddings().num_embeddings
     path = check_model_path(model)
@@ -324,7 +324,7 @@ def check_finite(model: nn.Module, name: str) -> None:
 
 
 def _configs(path: str) -> tuple[PretrainedConfig, WholeCheckpoint | None]:
-    """The config of a model and, where a text model is only a part of it, its whole checkpoint."""
+    """Return the config of a model and, where a text model is only a part of it, its whole checkpoint."""
     config = AutoConfig.from_pretrained(path, **hub_options(path))
     whole: WholeCheckpoint | None = None
     if is_around_text(config):
@@ -334,7 +334,7 @@ def _configs(path: str) -> tuple[PretrainedConfig, WholeCheckpoint | None]:
 
 
 def _from_first(path: str, dtype: torch.dtype, values: bool, ranks: Ranks) -> PreTrainedModel:
-    """The model on the first rank; on the others the same with its norms, biases and buffers, but not its matrices."""
+    """Return the model; ranks other than the first get its norms, biases and buffers, but not its matrices."""
     reader = partial(_from_files, values=values) if ranks.is_first else _hollow
     otherwise = ModelError(f"Another rank could not load model.path={path!r}; its own message says why.")
     model = ranks.agree(partial(reader, path, dtype), (ModelError,), otherwise)
@@ -344,7 +344,7 @@ def _from_first(path: str, dtype: torch.dtype, values: bool, ranks: Ranks) -> Pr
 
 
 def _hollow(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A model whose memory nothing was written to."""
+    """Return a model without values: nothing was written to its memory."""
     model = empty_model(path, dtype).to_empty(device="cpu")
     model.tie_weights()
     setattr(model, ATTRIBUTE, _configs(path)[1])  # the first rank writes what this one helps to make whole

@@ -205,7 +205,7 @@ def _add_to(master: nn.Parameter, parameter: Tensor) -> None:
 
 
 def _norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together, over all ranks where they are sharded: one number is exchanged."""
+    """Return the norm of all gradients together; where they are sharded, the ranks exchange one number."""
     gradients = list(gradients)
     if not gradients:
         return torch.zeros(())

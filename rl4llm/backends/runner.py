@@ -223,7 +223,7 @@ def nothing_of(numbers: Tensor) -> Tensor:
 
 
 def _computed(states_SD: Tensor, place_BT: Tensor) -> Tensor:
-    """The states of the tokens that are computed, in the batch's order."""
+    """Return the states of the tokens that are computed, in the batch's order."""
     return states_SD[place_BT[place_BT >= 0]]
 
 

@@ -122,7 +122,7 @@ def _trains_16_bits(module: torch.nn.Module) -> bool:
 
 
 def _bring(module: torch.nn.Module, ranks: Ranks, device: torch.device) -> None:
-    """What of a module is not sharded yet comes to the device, with the numbers of the first rank."""
+    """Move what is not sharded yet of a module to the device, and give it the numbers of the first rank."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
@@ -130,7 +130,7 @@ def _bring(module: torch.nn.Module, ranks: Ranks, device: torch.device) -> None:
 
 
 def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """What transformers checkpoints one at a time, the outermost ones; inner ones first is how FSDP2 wants its calls."""
+    """Return the outermost layers that transformers checkpoints one at a time. FSDP2 must shard them before the module."""
     found: dict[str, torch.nn.Module] = {}
     for name, child in module.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)

@@ -86,7 +86,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 
 def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """The source's files, and in them what differs from a tokenizer that was read from them just now."""
+    """Return the source's files, changed where the tokenizer differs from one that was read from them just now."""
     own, path = _written(tokenizer), tokenizer.name_or_path
     found = {name: source_file(path, name) for name in TOKENIZER_FILES}
     source = {name: content for name, content in found.items() if content is not None}
@@ -111,7 +111,7 @@ def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
 def _changed(
     source: Mapping[str, Any], unchanged: Mapping[str, Any], written: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The source with the keys whose value in `written` is not the one that it would be `unchanged`."""
+    """Return the source with changes to the keys whose values in `unchanged` and `written` differ."""
     found = dict(source)
     for key in {**unchanged, **written}:
         before: Any = unchanged.get(key)
@@ -141,7 +141,7 @@ def _same(name: str, one: bytes, other: bytes | None) -> bool:
 
 
 def _written(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """The files that transformers writes."""
+    """Return the files that transformers writes, by name."""
     with tempfile.TemporaryDirectory(prefix="rl4llm-tokenizer-") as directory:
         tokenizer.save_pretrained(directory)
         return {file.name: file.read_bytes() for file in Path(directory).iterdir() if file.is_file()}

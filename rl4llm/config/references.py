@@ -122,7 +122,7 @@ def variables(values: dict[str, Any], references: References) -> dict[str, bool]
 
 
 def _secret_paths(values: dict[str, Any], references: References) -> set[Path]:
-    """References whose value is secret by its key, its form, its variable's name, or as that of another secret one."""
+    """Return the references whose value is secret by its key, form or variable's name, or equals a secret one."""
     shown = redacted(values)
     secret = {
         path

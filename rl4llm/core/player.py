@@ -106,7 +106,7 @@ class Player:
                     sample.messages.extend(replies)
 
     async def _respond_safely(self, sample: SampleState) -> Sequence[ChatMessage]:
-        """What `respond` returns, checked; an error in it fails the sample alone."""
+        """Return what `respond` returns, checked; an error in it fails the sample alone."""
         where = f"{type(self).__name__}.respond"
 
         async def respond() -> Sequence[ChatMessage]:

@@ -92,13 +92,13 @@ def is_secret_name(name: str) -> bool:
 
 
 def _item(name: str, value: Any) -> Any:
-    """The value of a key."""
+    """Redact the value of a key."""
     like_a_key = isinstance(value, str) and name.lower().endswith("key") and LIKE_A_KEY.fullmatch(value)
     return _hidden(value) if is_secret_name(name) or like_a_key else redacted(value)
 
 
 def _hidden(value: Any) -> Any:
-    """A value that is secret whatever its form; references, and what holds nothing, stay."""
+    """Hide a value whatever its form, except references and what holds nothing."""
     if value is None or value == "" or isinstance(value, bool):
         return value
     if isinstance(value, Mapping):
@@ -107,7 +107,7 @@ def _hidden(value: Any) -> Any:
 
 
 def _words(words: Sequence[Any]) -> Iterator[Any]:
-    """The items of a list, which may be the words of a command line."""
+    """Redact the items of a list, which may be the words of a command line."""
     flag = False
     for word in words:
         is_flag = isinstance(word, str) and word.startswith("-")
@@ -116,12 +116,12 @@ def _words(words: Sequence[Any]) -> Iterator[Any]:
 
 
 def _form(found: str) -> str:
-    """What stands in the place of a secret; of a URL's user and password, the password may be a reference."""
+    """Return what replaces a secret. A reference stays, also one that is the password of a URL."""
     return found if REFERENCE.fullmatch(found.partition(":")[2]) or REFERENCE.fullmatch(found) else HIDDEN
 
 
 def _named(found: re.Match[str]) -> str:
-    """A name in a text with its value, which is hidden where the name asks for it."""
+    """Return a name in a text with its value, which is hidden where the name asks for it."""
     plain = found["before"].lower() == "key=" and found.string[: found.start()][-1:] not in (
         "?",
         "&",

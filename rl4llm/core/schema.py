@@ -174,7 +174,7 @@ def takes_any(make: Callable[..., Any]) -> bool:
 
 
 def _makers(cls: type) -> list[Callable[..., Any]]:
-    """The constructors of a class and its bases."""
+    """Return the constructors of a class and its bases."""
     return [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
 
 

@@ -126,25 +126,25 @@ weight of one token of each trajectory in the loss."""
 
 @AGGREGATIONS.register("token")
 def _each_token_alike(policy_tokens: Ints, prompts: Ints, totals: StepTotals, length: int) -> Floats:
-    """The mean over all tokens of the step. Yu et al. 2025 (DAPO), section 3.3."""
+    """Average over all tokens of the step. Yu et al. 2025 (DAPO), section 3.3."""
     return np.full(len(policy_tokens), 1 / max(totals.tokens, 1))
 
 
 @AGGREGATIONS.register("sequence")
 def _each_trajectory_alike(policy_tokens: Ints, prompts: Ints, totals: StepTotals, length: int) -> Floats:
-    """The mean over trajectories of their means over tokens. Shao et al. 2024 (DeepSeekMath), equation 3."""
+    """Average each trajectory over its tokens, then all trajectories. Shao et al. 2024 (DeepSeekMath), equation 3."""
     return 1 / (policy_tokens.clip(1) * totals.sequences)
 
 
 @AGGREGATIONS.register("prompt")
 def _each_prompt_alike(policy_tokens: Ints, prompts: Ints, totals: StepTotals, length: int) -> Floats:
-    """The mean over prompts of the means over all tokens of their trajectories. Yu et al. 2025 (DAPO), equation 8."""
+    """Average each prompt over all tokens of its trajectories, then all prompts. Yu et al. 2025 (DAPO), equation 8."""
     return 1 / (np.bincount(prompts, weights=policy_tokens).clip(1)[prompts] * totals.prompts)
 
 
 @AGGREGATIONS.register("constant")
 def _constant_divisor(policy_tokens: Ints, prompts: Ints, totals: StepTotals, length: int) -> Floats:
-    """The mean over trajectories of their sums over a constant. Liu et al. 2025 (Dr. GRPO), section 3.2."""
+    """Divide each trajectory's sum by a constant, then average all trajectories. Liu et al. 2025 (Dr. GRPO), section 3.2."""
     if length < 1:
         raise ConfigError(
             f"algorithm.aggregation='constant' divides by a fixed number of tokens, but training.constant_length="

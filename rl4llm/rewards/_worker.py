@@ -103,7 +103,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _load(entry: str) -> Callable[..., Any]:
-    """The function behind ``package.module:function`` or ``/path/to/file.py:function``."""
+    """Import the function behind ``package.module:function`` or ``/path/to/file.py:function``."""
     module_name, _, attribute = entry.rpartition(":")
     if not module_name.endswith(".py"):
         return getattr(importlib.import_module(module_name), attribute)

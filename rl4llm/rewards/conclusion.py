@@ -172,7 +172,7 @@ def _before_reason(sentence: _Sentence) -> int:
 
 
 def _after_verb(sentence: _Sentence) -> str | None:
-    """What follows a verb: the first tail that is an answer by itself, bold words, or what the last tail holds."""
+    """Return what follows a verb: the first tail that is an answer by itself, bold words, or what the last tail holds."""
     text = sentence.text.rstrip("!")
     tails = [(place, _stripped(_without_aside(text[place:]))) for place in sentence.verbs]
     words = sentence.has_only_words
@@ -190,7 +190,7 @@ def _after_verb(sentence: _Sentence) -> str | None:
 
 
 def _of_tail(tail: str, *, words: bool) -> str | None:
-    """What stands after a verb: an answer by itself, a number that stands alone in it, or, if `words`, a word or two."""
+    """Return what follows a verb: an answer by itself, a number that stands alone in it, or, if `words`, a few words."""
     if not tail or _is_answer(tail, words):
         return tail or None
     return _amount(tail) or (tail if words and len(tail.split()) <= 3 else None)

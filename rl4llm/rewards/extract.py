@@ -66,7 +66,7 @@ def _hash(text: str, max_chars: int) -> str | None:
 
 
 def _answer(text: str, max_chars: int) -> str | None:
-    """What the last "answer" announces; the bare word, as in "to answer this", announces nothing."""
+    """Return what the last "answer" announces; the bare word, as in "to answer this", announces nothing."""
     ends = [match.end() for match in re.finditer("answer", text, re.IGNORECASE)]
     for end in reversed(ends):
         if announced := _ANNOUNCED.match(text, end):
@@ -75,7 +75,7 @@ def _answer(text: str, max_chars: int) -> str | None:
 
 
 def _first_line(text: str, max_chars: int) -> str | None:
-    """What the first line concludes with; the line itself where it is no sentence, None when it is empty."""
+    """Return what the first line concludes with, else its first sentence; None when it is empty."""
     text = text[: max(_LINE_CHARS, max_chars + 1)].strip()
     line = text.partition("\n")[0]
     if line.strip() in ("$", "$$", "\\(", "\\["):  # a formula over several lines
@@ -85,7 +85,7 @@ def _first_line(text: str, max_chars: int) -> str | None:
 
 
 def _last_number(text: str, max_chars: int) -> str | None:
-    """The last number that stands alone, or that arithmetic or a name equals: 19 for "12 + 7 = 19", none for "2x = 18"."""
+    """Return the last number that stands alone, or equals arithmetic or a name: 19 in "12 + 7 = 19", not 18 in "2x = 18"."""
     text = text[-_LINE_CHARS:]
     left, equals, right = text.rpartition("=")
     result = equals and left[-1:] not in tuple("<>!=:") and not is_equation(left[-_SIDE_CHARS:])

@@ -71,7 +71,7 @@ class WorkerProcess:
         return max(0.0, processor_s - (used_s - self.used_s)) if state in ("R", "D") else 0.0
 
     def _usage(self) -> tuple[str, float]:
-        """The state of the process and its processor time, from /proc."""
+        """Return the state of the process and its processor time in seconds, from /proc."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:

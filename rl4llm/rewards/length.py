@@ -58,7 +58,7 @@ class LengthReward(BaseRewardFunction):
         self.outside = float(outside)
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        """The score of the assistant messages given; tokens are not known here, see `score_batch`."""
+        """Return the score of the assistant messages given; tokens are not known here, see `score_batch`."""
         if self.unit == "tokens":
             raise RewardError(
                 f"Reward {self.name!r} counts tokens, which messages do not hold; use score_batch(samples)."

@@ -173,7 +173,7 @@ class MathReward(BaseBatchReward):
         return (0.0, f"refused: {refused}") if refused else [(gold, answer) for gold in undecided]
 
     def _different_boxes(self, reply: str) -> list[str]:
-        """The boxed answers, without those that are the one before them."""
+        """Return the boxed answers, without those that equal the one before them."""
         if self.extract not in ("auto", "boxed"):
             return []
         boxes = boxed_answers(after_thinking(reply), MAX_CHARS)
@@ -198,7 +198,7 @@ def _verdict(
 def _worst(
     grades: list[tuple[float | RewardFailure, str | None]],
 ) -> tuple[float | RewardFailure, str | None]:
-    """The grade of a reply in which all of several answers must be right; one that is wrong decides."""
+    """Return the worst grade, for a reply in which all of several answers must be right; one that is wrong decides."""
     order = {0.0: 0, 1.0: 2}
     return min(grades, key=lambda grade: 1 if isinstance(grade[0], RewardFailure) else order[grade[0]])
 

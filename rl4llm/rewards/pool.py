@@ -86,7 +86,7 @@ class _Tasks:
         return b'{"id": %d, "arguments": %b}\n' % (index, self.arguments[index])
 
     def key(self, index: int) -> bytes:
-        """A short name of what is asked, the same in every job."""
+        """Return a short name of what is asked, the same in every job."""
         return blake2b(self.arguments[index], digest_size=16).digest()
 
 
@@ -297,7 +297,7 @@ class VerifierPool:
                 self._stop([worker])
 
     def _lost(self, worker: WorkerProcess, job: _Tasks) -> None:
-        """A worker is gone: before it was ready that is the machine's fault, on a task perhaps the task's."""
+        """Handle the loss of a worker: before it was ready, the machine is at fault, on a task perhaps the task."""
         index = worker.task
         self._stop([worker])
         words, used_s = self._server.ending(worker)

@@ -94,7 +94,7 @@ def _astronomical(exponent: str) -> bool:
 
 
 def _lists(answer: str, gold: str) -> Iterator[str]:
-    """What makes the answer a list or a statement where the trusted one is a single thing.
+    """Yield what makes the answer a list or a statement where the trusted one is a single thing.
 
     Computer algebra takes the last number of what it cannot read, so that "17 \\to 18" would be 18.
     """
@@ -113,7 +113,7 @@ def _lists(answer: str, gold: str) -> Iterator[str]:
 
 
 def _exponents(answer: str) -> Iterator[str]:
-    """What stands after each ``^`` or ``**``, with the next power where one follows at once, as in 9^9^9 or (9^9)^9."""
+    """Yield what stands after each ``^`` or ``**``, with "^" where a power follows at once, as in 9^9^9 or (9^9)^9."""
     answer = _plain(answer)
     for match in re.finditer(r"\^", answer):
         end = _end_of_exponent(answer, match.end())
@@ -123,7 +123,7 @@ def _exponents(answer: str) -> Iterator[str]:
 
 
 def _end_of_exponent(answer: str, start: int) -> int:
-    """The end of the group, or of the run of letters and digits, that begins at `start`."""
+    """Return the end of the group, or of the run of letters and digits, that begins at `start`."""
     opens = answer[start : start + 1]
     if opens not in _CLOSES:
         return start + len(re.findall(r"^[-+]?\w*", answer[start:])[0])
@@ -136,7 +136,7 @@ def _end_of_exponent(answer: str, start: int) -> int:
 
 
 def _opens(text: str) -> str:
-    """The bracket that a text begins with."""
+    """Return the bracket that a text begins with."""
     return text.strip().removeprefix("\\left").lstrip(" \\")[:1]
 
 
@@ -146,7 +146,7 @@ def _tower(answer: str) -> int:
 
 
 def _powers_of_brackets(answer: str) -> Iterator[tuple[str, str]]:
-    """What stands in each bracket that is raised to a whole number, from its opening, and the number."""
+    """Yield what stands in each bracket that is raised to a whole number, from its opening, and the number."""
     answer = _plain(answer)
     for match in re.finditer(r"\)\^\{?(\d{1,9})", answer):
         depth, start = 0, match.start()
@@ -169,13 +169,13 @@ def _terms(answer: str, gold: str) -> int:
 
 
 def _chained(answer: str) -> int:
-    """The largest product of whole-number exponents that are applied one after the other, as in ((x^2)^3)^4."""
+    """Return the largest product of whole-number exponents that are applied one after the other, as in ((x^2)^3)^4."""
     chains = re.findall(r"\^\{?\d{1,9}(?:[})]+\^\{?\d{1,9})+", _plain(answer))
     return max((prod(map(int, re.findall(r"\d+", chain))) for chain in chains), default=0)
 
 
 def _degree(answer: str) -> int:
-    """The largest whole-number exponent of a letter, or of a bracket with a letter in it."""
+    """Return the largest whole-number exponent of a letter, or of a bracket with a letter in it."""
     powers = [
         power
         for inside, power in _powers_of_brackets(answer)
@@ -185,7 +185,7 @@ def _degree(answer: str) -> int:
 
 
 def _plain(answer: str) -> str:
-    """The answer with one sign for powers and one kind of brackets, without white space."""
+    """Return the answer with one sign for powers and one kind of brackets, without white space."""
     return re.sub(r"\s+", "", answer.replace("**", "^").replace("\\left", "").replace("\\right", ""))
 
 

@@ -36,7 +36,7 @@ class ToolUseReward(BaseRewardFunction):
     def __call__(
         self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any
     ) -> float | list[float]:
-        """The score of a conversation that begins where the policy's part does."""
+        """Return the score of a conversation that begins where the policy's part does."""
         starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
         turns = [  # of the policy, each with the tools' answers to it
             [message for message in messages[start:end] if message.role == "tool"]

@@ -49,7 +49,7 @@ class BaseWrapper(BaseBatchReward):
         """Return the changed score of a finite score."""
 
     def _changed(self, score: Any) -> Any:
-        """The score, or each score of a list, changed; what is none stays as it is, for whoever checks scores."""
+        """Change the score, or each score of a list. Keep an invalid one, for whoever checks scores."""
         if isinstance(score, list | tuple):
             return [self._changed(turn) for turn in score]
         number = as_number(score)

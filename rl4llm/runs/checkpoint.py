@@ -178,7 +178,7 @@ def _failure(root: Path, step: int, written: int, error: BaseException) -> str:
 
 
 def _final(directory: Path) -> Path:
-    """The name that the directory of a save gets when it is whole."""
+    """Return the name that the directory of a save gets when it is whole."""
     return directory.with_name(directory.name.partition(".")[0])
 
 

@@ -335,7 +335,7 @@ def space(directory: Path, needed: int) -> str:
 def _differences(
     was: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """What two fingerprints disagree on, one line per dotted key; the old one may lack keys that have a default."""
+    """Return what two fingerprints disagree on, one line per dotted key; the old one may lack keys that have a default."""
     new = dict(dotted(given))
     old = {key: value for key, value in dotted(defaults) if key in new} | dict(dotted(was))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key, NOTHING) != new.get(key, NOTHING))

@@ -160,7 +160,7 @@ class _EnvCheck:
                 before += span.token_ids
 
     def check_context(self, client: Recorder) -> None:
-        """A context in which few turns have room."""
+        """Check episodes in a context with room for few turns."""
         room = max(map(len, client.firsts.values())) + 8
         played = self.play(room=room)
         self.demand(
@@ -218,7 +218,7 @@ class _EnvCheck:
         return str(self.env.dataset[row].get("prompt_id", row))
 
     def _openings(self, row: int) -> dict[str, tuple[ChatMessage, ...]]:
-        """The prompt of each group of a row: one for each role that the policy plays."""
+        """Return the prompt of each group of a row: one for each role that the policy plays."""
         openings, prompt_id = self.env.openings(self.env.dataset[row]), self._prompt_id(row)
         return {name_of_group(prompt_id, role): tuple(openings[role]) for role in self.env.policy_roles}
 
@@ -234,5 +234,5 @@ class _EnvCheck:
 
 
 def _told(episode: Trajectory) -> list[Any]:
-    """What two plays of one episode must agree in."""
+    """Return what two plays of one episode must agree in."""
     return [*episode.messages, *episode.records, episode.stop_reason, *episode.turn_rewards]

@@ -220,7 +220,7 @@ def _failed(sample: SampleState) -> dict[str, Any]:
 def _messages(
     messages: Sequence[ChatMessage], records: Sequence[Sequence[TokenSpan]]
 ) -> list[dict[str, Any]]:
-    """The messages of an episode; of an image that the policy saw, the digest, which names its file in the run."""
+    """Return the messages of an episode; of an image that the policy saw, the digest, which names its file in the run."""
     places = [images_of(record) for record in records]
     longest: Sequence[ImagePlace] = max(places, key=len, default=())
     seen = iter(longest)
@@ -246,7 +246,7 @@ def _image(place: ImagePlace | None) -> dict[str, Any]:
 def _tokens(
     spans: Sequence[TokenSpan], forks: Sequence[Sequence[TokenSpan]], notes: Notes | None = None
 ) -> dict[str, Any]:
-    """The token records of an episode, and what is counted in them."""
+    """Return the token records of an episode, and what is counted in them."""
     notes, records = notes or {}, (spans, *forks)
     written = [span for record in records for span in record if span.author == "policy"]
     differences = [
@@ -282,7 +282,7 @@ def _span(span: TokenSpan, note: SpanNote | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What an environment attached, as JSON where that is possible and as text where not."""
+    """Return what an environment attached, as JSON where that is possible, else as text."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError):

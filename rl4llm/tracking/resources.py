@@ -129,7 +129,7 @@ def _on_gpu() -> bool:
 
 
 def _high_water_mark() -> int:
-    """The most that was resident, in bytes, since the mark was lowered or the process began."""
+    """Return the peak of resident memory, in bytes, since the mark was lowered or the process began."""
     if not STATUS.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))

@@ -196,7 +196,7 @@ def _rewards(trajectories: Sequence[Episode]) -> dict[str, float]:
 
 
 def _noted(extras: Mapping[str, Any]) -> Iterator[str]:
-    """The metrics that count what happened to one trajectory."""
+    """Yield the metrics that count what happened to one trajectory."""
     for reward, note in extras.get("reward_notes", {}).items():
         yield f"model_faults/{reward}/{note.partition(':')[0]}"
     if "played_again_after" in extras:
@@ -205,6 +205,6 @@ def _noted(extras: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _calls(extras: Mapping[str, Any]) -> Iterator[str]:
-    """What became of calls of tools, each as often as it happened."""
+    """Yield what became of calls of tools, each as often as it happened."""
     for what, count in extras.get("tool_counts", {}).items():
         yield from [f"tool/{what}"] * count

@@ -223,7 +223,7 @@ Measure = Callable[[Problem], float | None]
 
 
 def _measures(problems: Iterable[Problem], ks: Sequence[int]) -> dict[str, Measure]:
-    """What is measured of one problem, by the name of the score; None where it has too few samples."""
+    """Return what is measured of one problem, by the name of the score. A measure is None for too few samples."""
     most = max((problem.samples for problem in problems), default=0)
     shares: dict[str, Measure] = {f"pass@{k}": partial(_pass, k=k) for k in ks}
     shares[f"mean@{most}"] = _share
@@ -243,7 +243,7 @@ def _scores(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Score]:
 
 
 def _by_prompt(measure: Measure, problems: Iterable[Problem]) -> Mapping[str, float]:
-    """A value for each prompt: of several roles their mean."""
+    """Return a value for each prompt, the mean of its roles."""
     values: dict[str, list[float]] = defaultdict(list)
     for problem in problems:
         if (value := measure(problem)) is not None:

@@ -187,7 +187,7 @@ def shown_path(path: str | None) -> str:
 
 
 def _origin(base: str, card: Mapping[str, Any]) -> dict[str, Any]:
-    """The license and the base model as metadata: of a local directory, the base model that its card names."""
+    """Return the license and the base model as metadata; for a local directory, the base model that its card names."""
     named = base if "/" in base else card.get("base_model")
     found = {key: card[key] for key in LICENSE if isinstance(card.get(key), str)}
     link = found.get("license_link", "")
@@ -199,7 +199,7 @@ def _origin(base: str, card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hiding(config: Config) -> Callable[[str], str]:
-    """A function that hides the secrets of a text, those too that the configuration has put into prompts by reference."""
+    """Return a function that hides the secrets of a text, also those that references have put into prompts."""
     written, plain = as_written(config), as_written(replace(config, references={}))
     pairs = list(_texts(plain, written))
 
@@ -213,7 +213,7 @@ def _hiding(config: Config) -> Callable[[str], str]:
 
 
 def _texts(plain: Any, written: Any) -> Iterator[tuple[str, str]]:
-    """The texts of prompts whose written form is another one, with that form."""
+    """Yield the texts of prompts whose written form differs, with that form."""
     for name, value in plain.items() if isinstance(plain, Mapping) else ():
         if isinstance(value, Mapping):
             yield from _texts(value, written[name])
@@ -222,7 +222,7 @@ def _texts(plain: Any, written: Any) -> Iterator[tuple[str, str]]:
 
 
 def _option(config: Config, name: str) -> Any:
-    """An option of the environment or of its prompts: as configured, or else its default; None without such an option."""
+    """Return an option of the environment or of its prompts as configured, else its default; None without such an option."""
     if name in config.env:
         return config.env[name]
     with suppress(ConfigError):  # of a class that is not installed
@@ -235,7 +235,7 @@ def _option(config: Config, name: str) -> Any:
 
 
 def _tools(items: Sequence[Any]) -> tuple[list[str], list[dict[str, Any]]]:
-    """The names of tools, and the schemas of those that are functions. A set of tools is not made: that may start it."""
+    """Return the names of tools, and the schemas of functions. Do not make other sets of tools: that may start them."""
     names, schemas = [], []
     for item in items:
         name = item.get("name") if isinstance(item, Mapping) else item
@@ -251,7 +251,7 @@ def _tools(items: Sequence[Any]) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def _systems(run: RunDir, parts: Sequence[str]) -> dict[str, list[str]]:
-    """The system prompts in the newest file of episodes, by environment; those that the policy has read."""
+    """Return the system prompts that the policy has read, by environment, from the newest file of episodes."""
     files = sorted(run.episodes_dir.glob("step-*.jsonl"))
     found: dict[str, list[str]] = {}
     for row in read_jsonl(files[-1]) if files else ():
@@ -264,7 +264,7 @@ def _systems(run: RunDir, parts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _results(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The first and the last evaluation, as a table."""
+    """Yield the first and the last evaluation, as lines of a table."""
     if not rows:
         return
     names = [name for name in TOLD if name in rows[-1]]
@@ -330,14 +330,14 @@ def _serving(config: Config, prompt: Prompt, loader: str) -> Iterator[str]:
 
 
 def _block(language: str, text: str) -> list[str]:
-    """A block of code, whose fence is longer than any in the text."""
+    """Return a block of code with a fence that is longer than any in the text."""
     longest = max((len(found) for found in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [f"{fence}{language}", text, fence]
 
 
 def _without_places(config: Config) -> Config:
-    """The configuration without what stands for this machine alone."""
+    """Return the configuration without what is specific to this machine."""
     return replace(
         config,
         model=replace(config.model, path=shown_path(config.model.path)),
@@ -350,7 +350,7 @@ def _without_places(config: Config) -> Config:
 
 
 def _told(value: Any) -> Any:
-    """A configuration without what opens doors beside its secrets: variables of programs, addresses, directories."""
+    """Remove from a configuration what else could give access: variables of programs, addresses, directories."""
     if isinstance(value, Mapping):
         # addresses, a program's variables
         hidden = ("remote", "url", "env") if "command" in value else ("remote", "url")

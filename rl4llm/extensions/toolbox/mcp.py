@@ -181,8 +181,8 @@ class _Session:
             raise EnvError(f"mcp: no connection to {self._where}: {_cause(error)}.{self._said()}") from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What a tool answers, as text. Raises ToolError when the tool says that the call went wrong, EnvError when the
-        server is at fault or the connection broke."""
+        """Return a tool's answer as text. Raises ToolError when the tool reports a failed call, EnvError when the server is
+        at fault or the connection broke."""
         calling = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
         try:
             result = await asyncio.wrap_future(calling)

@@ -51,7 +51,7 @@ def _is_first(trainer: Any) -> bool:
 
 
 def _accelerator(trainer: Any) -> SimpleNamespace:
-    """The part of accelerate's object that scripts use to print once."""
+    """Return the part of accelerate's object that scripts use to print once."""
     ranks, first = trainer.trainer.ranks, _is_first(trainer)
     return SimpleNamespace(
         print=print if first else lambda *values, **options: None,

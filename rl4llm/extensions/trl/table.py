@@ -68,7 +68,7 @@ _PLAIN_MODEL = {"revision": (None, "main"), "trust_remote_code": (None, False)}
 
 
 def _scaling(value: Any) -> str:
-    """True and False are TRL's older way to say it."""
+    """Return the name of a scaling, which older scripts for TRL state as True or False."""
     return {True: "group", False: "none"}.get(value, value)
 
 
@@ -89,7 +89,7 @@ def _likelihood(value: Any) -> Keys:
 
 
 def _lora(value: Any) -> Keys:
-    """The keys of peft's LoraConfig, or of a mapping of the same names; without targets, peft's of most models.
+    """Return the keys of peft's LoraConfig, or of a mapping of the same names; without targets, peft's of most models.
 
     Raises ConfigError for other methods, and for any other option that is not peft's default.
     """

@@ -155,7 +155,7 @@ def _span(alert: Mapping[str, Any]) -> str:
 
 
 def _typical(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
-    """An early failure and a late success of one prompt, and what is still wrong, or a group that differs."""
+    """Yield an early failure and a late success, what is still wrong, the best of a group that differs, and high rewards."""
     rewards = [row["reward"] for row in rows]
     lowest, highest = min(rewards, default=0.0), max(rewards, default=0.0)
     pair = _pair([row for row in rows if row["set"] == "eval"]) or _pair(rows)
@@ -183,7 +183,7 @@ def _typical(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
 
 
 def _pair(rows: Sequence[Row]) -> tuple[Row, Row] | None:
-    """The prompt that gained most from its first to its last step; else the worst of the first and the best of the last."""
+    """Return the worst row of the first and the best of the last step: of the prompt that gained most, else of all."""
     by_prompt: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         by_prompt[(row["prompt"], row["role"])].append(row)
@@ -205,7 +205,7 @@ def _worst_and_best(rows: Sequence[Row]) -> tuple[Row, Row] | None:
 
 
 def _mixed(rows: Sequence[Row]) -> list[Row]:
-    """The training group of the latest step in which rewards differ most."""
+    """Return the training group whose rewards differ most, of the latest step with one that differs."""
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         if row["set"] == "step" and isinstance(row["step"], int):
@@ -219,7 +219,7 @@ def _mixed(rows: Sequence[Row]) -> list[Row]:
 
 
 def _suspects(listed: Sequence[Row], scored: Sequence[Row]) -> Iterator[tuple[Row, str]]:
-    """The latest of each kind, the kinds that point at a wrong reward first."""
+    """Yield the latest row of each kind, the kinds that point at a wrong reward first."""
     newest = sorted(scored, key=lambda row: -(row["step"] or 0))
     middle = statistics.median(row["reward"] for row in scored) if scored else 0.0
     lowest = min((row["reward"] for row in scored), default=0.0)
