@@ -69,6 +69,12 @@ def act(what, value=0):
 """
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A machine that runs much else gives a task that burns its time in small parts."""
+    monkeypatch.setattr(pool_module, "PATIENCE", 40)
+
+
 @pytest.fixture
 def entry(tmp_path):
     path = tmp_path / "functions.py"
@@ -192,13 +198,12 @@ def test_the_forking_process_found_dead_during_the_last_task(pool, entry, monkey
 
 
 @pytest.fixture
-def busy_processor(tmp_path, monkeypatch):
+def busy_processor(tmp_path):
     """Create a file; while it exists, tasks "yield" to a process that keeps their processor busy."""
     code = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
     process = subprocess.Popen([sys.executable, "-c", code])
     marker = tmp_path / "busy"
     marker.touch()
-    monkeypatch.setattr(pool_module, "PATIENCE", 6)
     yield marker
     process.kill()
     process.wait()
@@ -223,9 +228,11 @@ def test_a_task_kept_from_running_gets_more_time(entry, busy_processor):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processor time is read from /proc")
-def test_a_task_that_never_ran_is_unavailable_and_asked_again(entry, busy_processor):
+def test_a_task_that_never_ran_is_unavailable_and_asked_again(entry, busy_processor, monkeypatch):
     pool = VerifierPool(entry, workers=1, timeout_s=0.2)
-    (outcome,) = pool.map([["yield", str(busy_processor)]])
+    with monkeypatch.context() as hasty:
+        hasty.setattr(pool_module, "PATIENCE", 6)
+        (outcome,) = pool.map([["yield", str(busy_processor)]])
     assert isinstance(outcome, Unavailable) and "processor time in" in outcome.reason
     busy_processor.unlink()
     assert pool.map([["yield", str(busy_processor)]]) == [str(busy_processor)]
