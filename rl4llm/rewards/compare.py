@@ -76,8 +76,8 @@ def same(gold: str, answer: str) -> bool | None:
 def for_algebra(text: str) -> str:
     """Return an answer in the notation that computer algebra reads best, with "," for the "and" and "or" of a list."""
     text = _with_unit(_first_value(_unwrapped(rewritten(text))))[0].replace("°", "")
-    _, value = named(text.replace(" ", ""))
-    return value if number(value) else _AND.sub(", ", text).strip()
+    name, value = named(text.replace(" ", ""))
+    return f"{name}={value.replace(',', '')}" if name and number(value) else _AND.sub(", ", text).strip()
 
 
 def _with_unit(text: str) -> tuple[str, Unit]:

@@ -163,6 +163,7 @@ def test_the_examples_hold_for_every_way_of_extraction(reward, extract):
         ("\\text{Tuesday}", "Tuesday"),
         ("(C)", "\\text{(C)}"),
         ("1024", "2^{10}"),
+        ("N = 1,024", "2^{10}"),
         ("3628800", "10!"),
         ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
         ("413_5", "413_{5}"),
@@ -202,6 +203,8 @@ def test_equal_answers_are_right_however_they_are_written(reward, answer, gold):
         ("x = 7 = 11", "11"),
         ("18 \\approx 17.5", "18"),
         ("x = x", "5"),
+        ("x = 3", "y = 3"),
+        ("x = 3", "x + y = 3"),
         ("2y+1", "2x+1"),
         (
             "\\bigoplus 5 \\parallel 7",
