@@ -177,7 +177,7 @@ def same_text(printed: str, expected: str) -> bool:
     return len(lines[0]) == len(lines[1]) and all(map(_same_line, *lines))
 
 
-_NUMBER = re.compile(r"[+-]?(0|[1-9][0-9]{0,9999})?(\.[0-9]{0,9999})?([eE][+-]?[0-9]{1,3})?")
+_NUMBER = re.compile(r"[+-]?(?=\.?[0-9])(0|[1-9][0-9]{0,9999})?(\.[0-9]{0,9999})?([eE][+-]?[0-9]{1,3})?")
 
 
 def _same_line(printed: list[str], expected: list[str]) -> bool:
@@ -188,7 +188,7 @@ def _same_line(printed: list[str], expected: list[str]) -> bool:
 def _same_token(printed: str, expected: str) -> bool:
     if printed == expected:
         return True
-    if not all(_NUMBER.fullmatch(text) and any(map(str.isdigit, text)) for text in (printed, expected)):
+    if not all(map(_NUMBER.fullmatch, (printed, expected))):
         return False
     numbers = Decimal(printed), Decimal(expected)
     return numbers[0] == numbers[1] if expected.lstrip("+-").isdigit() else _near(*map(Fraction, numbers))
