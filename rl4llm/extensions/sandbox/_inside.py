@@ -147,7 +147,6 @@ class MessagePipe:
         self.target = target
         self.buffer = bytearray()
         self.asked = False  # whether the tests have called the program
-        self.raised = None  # the last exception of the program that the tests got
 
     def receive(self):
         """Return the next message; exit the process at the end of input."""

@@ -189,8 +189,7 @@ def ask(channel, name, args, kwargs):
         return decoded(reply["value"])
     if "ended" in reply:
         raise CandidateEnded(reply["ended"])
-    channel.raised = error_of(reply["error"].split(","))(reply["reason"])
-    raise channel.raised
+    raise error_of(reply["error"].split(","))(reply["reason"])
 
 
 ERRORS = {}  # exceptions of the program that the tests name

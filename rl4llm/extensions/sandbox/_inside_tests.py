@@ -29,7 +29,12 @@ DEFINITIONS = (_ast.FunctionDef, _ast.AsyncFunctionDef, _ast.ClassDef)
 
 def at_fault(channel, error):
     """Return whether a failure is the tests' own: before they called the program, or a module that is missing."""
-    missing = isinstance(error, ImportError) and error is not channel.raised
+    missing, step = isinstance(error, ImportError), error.__traceback__
+    while step is not None:
+        missing &= (
+            step.tb_frame.f_code is not ask.__code__
+        )  # the program raised it, or returned what needs the module
+        step = step.tb_next
     return missing or isinstance(error, NotALiteral) or not channel.asked
 
 

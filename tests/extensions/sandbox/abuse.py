@@ -26,8 +26,16 @@ SUITE = Suite(
 STDIN = Stdin(tuple((f"{n}\n", f"{value}\n") for n, value in ANSWERS.items()))
 LOOP = Asserts((f"assert all(map(lambda n: solve(n) == {ANSWERS}[n], {list(ANSWERS)}))",))
 NESTED = Asserts((f"assert solve([solve(3)]) == {ANSWERS}[3]",))
+SUBTESTS = Suite(
+    {
+        "test_it.py": "import unittest\nfrom solution import solve\nclass TestIt(unittest.TestCase):\n"
+        f"    def test_all(self):\n        for n, value in {ANSWERS}.items():\n"
+        "            with self.subTest(n=n): self.assertEqual(solve(n), value)\n"
+    },
+    ("test_it.py::TestIt::test_all",),
+)
 KINDS = {
-    "loop": LOOP, "nested": NESTED, "calls": CALLS, "asserts": ASSERTS, "check": CHECK, "suite": SUITE,
+    "subtests": SUBTESTS, "loop": LOOP, "nested": NESTED, "calls": CALLS, "asserts": ASSERTS, "check": CHECK, "suite": SUITE,
     "stdin": STDIN, "script": None,
 }  # fmt: skip
 
@@ -70,6 +78,14 @@ FUNCTIONS = ("calls", "asserts", "check", "suite")
 
 # fmt: off
 # What is answered
+attack("values", "import-error-in-subtests", "def solve(n): import nopackage", "subtests")
+attack("values", "array-without-numpy", """
+    class Array:
+        def tolist(self): return [3]
+        class dtype: str = "<f8"
+    Array.__module__ = "numpy"
+    def solve(n): return Array()
+""", *FUNCTIONS)
 attack("values", "equal-to-everything", """
     class Any:
         def __eq__(self, other): return True
