@@ -108,10 +108,21 @@ class Cell:
         self._poll.register(place.owner, select.POLLIN)
         os.set_blocking(self._to, False)
 
+    def await_ready(self) -> None:
+        """Wait until the sandbox is ready. Raises Ended with infra_error if it does not start."""
+        if self._ready:
+            return
+        try:
+            message = self.receive(time.monotonic() + START_TIMEOUT_S, "the start of the sandbox")
+        except Ended as ended:
+            raise Ended("infra_error", ended.reason) from None
+        if message != {"ready": True}:
+            raise Ended("infra_error", "the sandbox started with an unexpected message")
+        self._ready = True
+
     def play(self, role: str, job: Mapping[str, Any]) -> None:
-        """Wait until the sandbox is ready, then send its role. Raises Ended with infra_error if it does not start."""
-        if not self._ready:
-            self._await_ready()
+        """Send the role, when the sandbox is ready."""
+        self.await_ready()
         limits = self.limits
         bounds = {
             "AS": int(limits.memory_bytes), "NPROC": self._processes(), "FSIZE": int(limits.disk_bytes), "CORE": 0,
@@ -214,15 +225,6 @@ class Cell:
                 owner_of(entry) == os.getuid() for entry in Path("/proc").iterdir() if entry.name.isdigit()
             )
         return int(self.limits.processes) + others
-
-    def _await_ready(self) -> None:
-        try:
-            message = self.receive(time.monotonic() + START_TIMEOUT_S, "the start of the sandbox")
-        except Ended as ended:
-            raise Ended("infra_error", ended.reason) from None
-        if message != {"ready": True}:
-            raise Ended("infra_error", "the sandbox started with an unexpected message")
-        self._ready = True
 
     def _listen(self, deadline: float, what: str) -> None:
         left = deadline - time.monotonic()

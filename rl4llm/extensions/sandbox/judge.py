@@ -40,17 +40,16 @@ TESTS_BYTES = 8 * 1024**2  # for one call by the tests, which are trusted but ma
 
 def judge(station: Station, program: Program, limits: Limits) -> Outcome:
     """Run a program and its tests. Raises Ended if the sandbox or the tests do not work."""
-    deadline = time.monotonic() + limits.total_s
     tests = program.tests
     if tests is None:
-        return _script(Candidate(station, program, limits, deadline, "scripts"))
+        return _script(Candidate(station, program, limits, "scripts"))
     if isinstance(tests, Stdin):
         limits = _with_room(limits, [expected for _, expected in tests.cases])
-        return _stdin(Candidate(station, program, limits, deadline, "scripts"), tests)
+        return _stdin(Candidate(station, program, limits, "scripts"), tests)
     if isinstance(tests, Calls):
         limits = _with_room(limits, [repr(case.expected) for case in tests.cases])
-        return _calls(Candidate(station, program, limits, deadline, "calls"), tests)
-    return _code(station, Candidate(station, program, limits, deadline, "calls"), tests, limits, deadline)
+        return _calls(Candidate(station, program, limits, "calls"), tests)
+    return _code(station, program, tests, limits)
 
 
 def _with_room(limits: Limits, expected: Sequence[str]) -> Limits:
@@ -59,17 +58,22 @@ def _with_room(limits: Limits, expected: Sequence[str]) -> Limits:
 
 
 class Candidate:
-    """The program in its sandbox. After it ends early, it is restarted for the next test while there is time."""
+    """The program in its sandbox. After it ends early, it is restarted for the next test while there is time.
 
-    def __init__(self, station: Station, program: Program, limits: Limits, deadline: float, role: str):
+    Its time begins when its sandbox, and those that start beside it, are ready.
+    """
+
+    def __init__(self, station: Station, program: Program, limits: Limits, role: str, *beside: Cell):
         self.station = station
         self.program = program
         self.limits = limits
-        self.deadline = deadline
         self.role = role
         self.parsed = True
         self.cell: Cell | None = None
         self._fault: Ended | None = None
+        for cell in (self.begin(), *beside):
+            cell.await_ready()
+        self.deadline = time.monotonic() + limits.total_s
 
     def begin(self) -> Cell:
         """Start the sandbox without waiting for it."""
@@ -233,20 +237,18 @@ def _compared(reply: dict[str, Any], expected: Any, judge: str) -> tuple[Status,
     return "wrong", f"another {'type' if type(value) is not type(expected) else 'value'} was expected"
 
 
-def _code(
-    station: Station, candidate: Candidate, tests: Asserts | Suite, limits: Limits, deadline: float
-) -> Outcome:
+def _code(station: Station, program: Program, tests: Asserts | Suite, limits: Limits) -> Outcome:
     """Run tests that are code in a separate sandbox, and pass their calls on to the program."""
-    candidate.begin()  # both sandboxes start at the same time
     cell = station.start(replace(limits, output_bytes=max(limits.output_bytes, TESTS_BYTES)))
-    cell.play(*_role(candidate.program, tests))
+    candidate = Candidate(station, program, limits, "calls", cell)  # both sandboxes start at the same time
+    cell.play(*_role(program, tests))
     results: list[TestResult] = []
     plan: list[str] = []
     last: tuple[str, Any, Any] | None = None  # call of the running test, with its result
     asked = False
     try:
         while "done" not in (
-            message := cell.receive(min(deadline, time.monotonic() + limits.wall_s), "a test")
+            message := cell.receive(min(candidate.deadline, time.monotonic() + limits.wall_s), "a test")
         ):
             plan = message.get("plan", plan)
             if "broken" in message:
@@ -257,7 +259,7 @@ def _code(
             if "call" in message:
                 asked = True
                 last = message["call"], message, _passed_on(candidate, message)
-                cell.send(last[2], deadline)
+                cell.send(last[2], candidate.deadline)
             cell.beside = list(filter(None, [candidate.cell]))
     except Ended as ended:
         if ended.status == "infra_error":

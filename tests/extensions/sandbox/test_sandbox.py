@@ -20,11 +20,11 @@ from rl4llm.api import GRPOTrainer
 from rl4llm.compose.environments import build_sandbox
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError, SandboxError
-from rl4llm.extensions.sandbox import Asserts, Call, Calls, Limits, Program, Sandbox
+from rl4llm.extensions.sandbox import Asserts, Call, Calls, Limits, Program, Sandbox, Stdin
 from rl4llm.extensions.sandbox import cell as cell_module
 from rl4llm.extensions.sandbox import sandbox as sandbox_module
 from rl4llm.extensions.sandbox.cell import Cell, CellSite, compiled_inside
-from rl4llm.extensions.sandbox.levels import FIRST_UID, bubblewrap, find_python, slot_uids
+from rl4llm.extensions.sandbox.levels import FIRST_UID, bubblewrap, find_bwrap, find_python, slot_uids
 from rl4llm.extensions.sandbox.probe import NEEDED, probe_level
 
 HELLO = Program("print('hello')")
@@ -116,6 +116,22 @@ def test_killed_supervisor_is_replaced_and_the_program_retried(sandbox):
         os.kill(pid, signal.SIGKILL)
     assert sandbox.run(DOUBLE).status == "ok"
     assert all(wait_until_gone(pid) for pid in started_ahead)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [HELLO, DOUBLE, replace(HELLO, tests=Stdin((("", "hello"),))), replace(DOUBLE, tests=Asserts(("assert f(1) == 2",)))],
+    ids=["script", "calls", "stdin", "asserts"],
+)  # fmt: skip
+def test_start_of_a_sandbox_takes_no_time_of_the_program(program, monkeypatch, open_dir):
+    slow = open_dir / "bwrap"
+    slow.write_text(f'#!/bin/sh\nsleep 0.6\nexec {find_bwrap()} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{open_dir}:{os.environ['PATH']}")
+    sandbox = Sandbox("bubblewrap", slots=1)
+    outcome = sandbox.run(program, Limits(wall_s=0.5, total_s=0.5))
+    sandbox.close()
+    assert outcome.status == "ok", outcome
 
 
 def test_a_program_is_ended_at_its_limit_and_the_sandbox_goes_on(sandbox):
