@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rl4llm.core.errors import TemplateError
 from rl4llm.core.types import ChatMessage
@@ -34,6 +35,36 @@ def opening_objection(template: ChatTemplate, *, system: bool) -> str | None:
     if lost:
         return f"the template does not show the tool {lost[0]!r}; describe tools in the system prompt and set no schemas"
     return None
+
+
+def whole_prompt(template: ChatTemplate, messages: Sequence[ChatMessage]) -> str:
+    """Return the rendering of a prompt; raise TemplateError if the template leaves out a message of it, or a call."""
+    text = template.text(messages)
+    form = tuple((item.role, bool(item.content.strip()), len(item.tool_calls or ())) for item in messages)
+    if form not in template.losses:
+        template.losses[form] = _loss(template, messages)
+    if reason := template.losses[form]:
+        raise TemplateError(reason)
+    return text
+
+
+def _loss(template: ChatTemplate, messages: Sequence[ChatMessage]) -> str | None:
+    """Return what the template leaves out of messages like these, with made-up texts and arguments; None if nothing."""
+    marks, made = {}, list(messages)
+    for number, message in enumerate(messages):
+        said, called = probe_name(number), f"{probe_name(number)}Call"
+        if message.content.strip() and not message.parts:
+            made[number] = replace(message, content=said)
+            marks[said] = f"what message {number + 1}, the {message.role}'s, says"
+        if message.role == "assistant" and message.tool_calls:
+            made[number] = marked(made[number], called)
+            marks[called] = f"a call of a tool in message {number + 1}"
+    try:
+        text = template.text(made)
+    except TemplateError:
+        return None
+    lost = next((what for mark, what in marks.items() if mark not in text), None)
+    return lost and f"the template leaves out {lost}"
 
 
 def showing(template: ChatTemplate, call_example: str) -> ChatTemplate:

@@ -23,7 +23,7 @@ from rl4llm.core.message import UNSEEN
 from rl4llm.core.types import ChatMessage, TokenSpan
 from rl4llm.data.columns import TEMPLATE_ARGS, TOOLS, columns_key, read_tools
 from rl4llm.data.messages import Frames, answering, check_roles, checked_args, roles_of, unusable
-from rl4llm.data.probe import alike, objection, opening_objection, showing
+from rl4llm.data.probe import alike, objection, opening_objection, showing, whole_prompt
 from rl4llm.data.template import ChatTemplate, Shape, decode, opening
 from rl4llm.data.thoughts import check_thoughts, drops_thoughts
 from rl4llm.data.written import sampled_end, stop_token_ids, written_turn
@@ -317,7 +317,7 @@ class Renderer:
                 f"conversations with{'' if system else 'out'} a system prompt", self._openings[system]
             )
         try:
-            return self._template.text(messages)
+            return whole_prompt(self._template, messages)
         except TemplateError as error:
             raise self._error("this conversation", str(error)) from error
 

@@ -95,6 +95,7 @@ class ChatTemplate:
             source = f"{{% macro strftime_now(format) %}}{{{{ format{told} }}}}{{% endmacro %}}\n{source}"
         self._source = source
         self.notes = unread_args(self._args, source)  # what users should know; probes add more
+        self.losses: dict[Any, str | None] = {}  # what prompts of each form lose, see `whole_prompt`
         taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         for name in self._args:
             if name in taken - {"documents", "kwargs"}:

@@ -542,6 +542,24 @@ def test_two_user_turns_are_refused_where_roles_must_alternate(tokenizers):
         renderer.following([ChatMessage("user", "x"), ChatMessage("user", "y")], ended=True)
 
 
+ASKED = ChatMessage("user", "What is 37 + 48?")
+CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 37}}}
+CALLED = [ASKED, ChatMessage("assistant", "", (CALL,)), ChatMessage("tool", "85", tool_call_id="call00000")]
+LOST = {
+    "a call": ("thinking_chatml", CALLED, "leaves out a call of a tool in message 2"),
+    "a tool's answer": ("swallowed_newline", [CALLED[0], CALLED[2]], "leaves out what message 2, the tool's, says"),
+    "a second system prompt": ("channels", [*asked(True)[:1], *asked(True)], "what message 2, the system's, says"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_prompt_that_a_template_shows_only_in_part_is_refused(lost, tokenizers):
+    name, messages, reason = LOST[lost]
+    with pytest.raises(TemplateError, match=reason):
+        Renderer(tokenizers[name], roles=()).first(messages)
+    assert Renderer(tokenizers["chatml_tools"], roles=()).first(messages)
+
+
 START, END = "'<|im_start|>' + m.role + '\\n'", "'<|im_end|>\\n'"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 EACH = "{% for m in messages %}{{ " + START + " + m.content + " + END + " }}{% endfor %}"
