@@ -55,6 +55,7 @@ ReadPicture = Callable[[Any], Picture]
 """What a part of a message holds, None for the next image of the row's column -> the picture."""
 
 _OTHERS = ("tool_calls", "tool_call_id", "function_call", "from", "value")
+_BESIDE = ("id", "type", "index")  # the name and the arguments of a call
 _READ = frozenset(("role", "content", "parts", *THOUGHTS, *FLAGS, *_OTHERS))
 
 
@@ -324,11 +325,16 @@ def _call(call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"tool_calls has an item that is not a call with a name: {call!r:.100}.")
     made = {key: value for key, value in function.items() if value is not None}
+    beside = {key: value for key, value in call.items() if value is not None and key != "function"}
+    if not whole:
+        beside = {"type": "function"} | {key: made.pop(key) for key in _BESIDE if key in made}
+    if strange := sorted((made.keys() - {"name", "arguments"}) | (beside.keys() - {*_BESIDE})):
+        raise DataError(
+            f"the keys {', '.join(map(repr, strange))} of a call of {made['name']!r} are not known. Accepted: name and "
+            f"arguments, and beside them {', '.join(_BESIDE)}. Next step: rename or remove the keys."
+        )
     made["arguments"] = read_arguments(made.get("arguments"), f"the arguments of a call of {made['name']!r}")
-    if whole:
-        return {key: made if key == "function" else value for key, value in call.items() if value is not None}
-    beside = {key: made.pop(key) for key in ("id", "type") if key in made}
-    return {"type": "function"} | beside | {"function": made}
+    return beside | {"function": made}
 
 
 def _of_pairs(items: Any) -> Any:
