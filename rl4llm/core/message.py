@@ -35,6 +35,7 @@ MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 THOUGHT_ENDS = "</think>"
 CUT = "[... cut ...]"
 _MAX_QUOTED = 200
+_LONGEST_PATH = 512
 _QUOTE = re.compile(r"(?<!\\)(?:\"|(?<!`)`(?!`)|(?<!\w)'|'(?!\w))")
 _ROLE_NAMES = {role: role for role in ROLES} | {
     "developer": "system",
@@ -207,10 +208,16 @@ def is_media(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(is_media, value))
     if isinstance(value, str):
-        return value.startswith(("data:", "http://", "https://")) or value.lower().endswith(_MEDIA_FILES)
+        begins = value.startswith(("data:", "http://", "https://"))
+        return begins or value.lower().rstrip("'\"]").endswith(_MEDIA_FILES) or is_encoded(value)
     if isinstance(value, Mapping):
-        return any(_is_given(value.get(key)) for key in ("bytes", "path", "url", "array"))
+        return any(_is_given(value.get(key)) for key in ("bytes", "path", "url", "array", "base64", *MEDIA))
     return value is not None and not isinstance(value, int | float)
+
+
+def is_encoded(text: str) -> bool:
+    """Return whether a text where a file is expected is a file's bytes in base64: it is long, and no path."""
+    return len(text) > _LONGEST_PATH and not set(". ") & set(text[:_LONGEST_PATH])
 
 
 def _is_given(value: Any) -> bool:

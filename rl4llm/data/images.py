@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from rl4llm.core.errors import BadRowError, DataError
 from rl4llm.core.images import Image, Picture
+from rl4llm.core.message import is_encoded
 from rl4llm.core.types import ChatMessage
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -249,7 +250,7 @@ def _of_text(text: str, directory: Path | None) -> Picture:
         raise BadRowError(
             f"the image {text[:80]!r} is an address, and nothing is downloaded. Store the file."
         )
-    if len(text) > 512 and "." not in text[:512]:
+    if is_encoded(text):
         return Picture(_decoded(text))
     return _of_file(text, directory)
 

@@ -421,6 +421,10 @@ BAD = {
     "a picture": ("episodes", {"prompt": "<image> What is it?", "images": [{"bytes": b"x", "path": None}]}),
     "a picture's file": ("episodes", {"prompt": "What is it?", "image": "train/1.jpg"}),
     "a picture in a message": ("episodes", {"prompt": [{"role": "user", "content": [{"type": "image"}]}]}),
+    "a picture in base64": ("episodes", {"prompt": "What is it?", "image": "iVBORw0KGgoA" * 50}),
+    "a picture's object": ("episodes", {"prompt": "What is it?", "images": [{"image": "1.jpg"}]}),
+    "a picture's base64": ("episodes", {"prompt": "What is it?", "images": [{"base64": "iVBORw0KGgoA"}]}),
+    "pictures in a .csv": ("episodes", {"prompt": "What is it?", "images": '["1.jpg", "2.jpg"]'}),
     "a film": ("episodes", {"prompt": "What is it?", "videos": ["https://example.com/a"]}),
 }
 
