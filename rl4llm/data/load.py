@@ -32,7 +32,7 @@ PROMPT_COLUMNS = ("messages", "prompt", "conversations")
 """Columns of prompts or conversations, the first that a row has, where `data.prompt_column` names none."""
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
-"""Columns with the system prompt of a row, as text."""
+"""Columns with the system prompt of a row, as text or text parts."""
 
 ROW_READERS: Mapping[LearnsFrom, str] = {
     "episodes": "rl4llm.data.load:RowReader",
@@ -217,18 +217,19 @@ class RowReader:
 
     def with_system_prompt(self, where: str, row: Mapping[str, Any], messages: Messages) -> Messages:
         """Return messages after the system prompt of the row's column or the configuration; a row has one of them."""
-        own = next(
-            (row[name] for name in SYSTEM_COLUMNS if isinstance(row.get(name), str) and row[name].strip()),
-            None,
-        )
+        columns = [
+            name for name in SYSTEM_COLUMNS if row.get(name) and isinstance(row[name], str | list | tuple)
+        ]
+        read = (conversation(where, name, [{"role": "system", "content": row[name]}]) for name in columns)
+        own = [message.content for (message,) in read if message.content.strip()]
         found = [message.content for message in messages if message.role == "system"]
         if self.system_prompt and (own or found):
             raise DataError(f"{where}: the row already has a system message. Leave data.system_prompt unset.")
-        if own and found and own.strip() != found[0].strip():
+        if own and len({text.strip() for text in (*own, *found[:1])}) > 1:
             raise BadRowError(
-                f"{where}: the row has a system message and another one in a column ({own!r:.60}). Keep one."
+                f"{where}: the row has a system message and another one in a column ({own[-1]!r:.60}). Keep one."
             )
-        text = self.system_prompt or (None if found else own)
+        text = self.system_prompt or (None if found or not own else own[0])
         return [ChatMessage("system", text), *messages] if text and messages else messages
 
     def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:

@@ -481,6 +481,13 @@ def test_a_row_may_bring_its_system_prompt():
         for told in ([ASKED], [system, ASKED]):
             (row,) = load_rows([{"prompt": told, name: "Be brief."}])
             assert row["messages"] == [system, ASKED]
+        parts = [
+            {"type": "text", "text": "Be "},
+            {"type": "text", "text": "brief."},
+        ]  # as Anthropic writes it
+        assert load_rows([{"prompt": "Paris?", name: parts}])[0]["messages"] == [system, ASKED]
+        with pytest.raises(BadRowError, match=r"a system message and another one in a column \('Be long"):
+            load_rows([{"prompt": [ASKED], "system": "Be brief.", "system_prompt": "Be long."}])
         with pytest.raises(BadRowError, match=r"a system message and another one in a column \('Be long"):
             load_rows([{"prompt": [system, ASKED], name: "Be long."}])
         with pytest.raises(DataError, match="already has a system message"):
