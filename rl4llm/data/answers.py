@@ -31,7 +31,9 @@ _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.
 _CALLS = "answers"
 """A column of rows with a `query` and `tools`: the calls that answer the query."""
 
-_ASKED = ("instruction", "question", "query", "answer", "output", "response", "completion")
+_ASKED = (
+    "instruction", "question", "query", "answer", "output", "response", "completion", "system", "system_prompt",
+)  # fmt: skip
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
@@ -92,7 +94,16 @@ class Conversations(_WithAnswers):
         answer = self.answer_column or next((name for name in ("output", "response") if name in row), None)
         if answer is None or not isinstance(row.get("instruction"), str):
             return None
-        texts = [row["instruction"], *(row.get(name) or "" for name in ("input", "context"))]
+        if row.get("history"):
+            raise DataError(
+                f"{where}: the row has earlier turns in a column 'history', which is not read. Next step: write the whole "
+                "conversation in a column 'messages'."
+            )
+        texts = [row[name] for name in ("instruction", "input", "context") if row.get(name) is not None]
+        if strange := [text for text in texts if not isinstance(text, str)]:
+            raise DataError(
+                f"{where}: the columns 'input' and 'context' must be strings, not {strange[0]!r:.60}."
+            )
         prompt = "\n\n".join(text for text in texts if text.strip())
         if self.prompt_template is not None:
             prompt = self.prompt_template.format(prompt=prompt)

@@ -207,6 +207,15 @@ NOT_TOLD = {
         {"prompt": [ASKED, SAID, ASKED], "completion": "4"},
         "would be learned too. Use a column",
     ),
+    "earlier turns": (
+        {"instruction": "2+2?", "input": "", "output": "4", "history": [["1+1?", "2"]]},
+        "earlier turns in a column 'history'",
+    ),
+    "a number to read": (
+        {"instruction": "Double it.", "input": 2, "output": "4"},
+        "'input' and 'context' must be strings, not 2",
+    ),
+    "a text with a system prompt": ({"text": "2+2 is 4", "system": "Be brief."}, "but also system"),
     "two in a row": ({"messages": [ASKED, SAID, SAID]}, "messages 2 and 3 are both the assistant's"),
 }
 
