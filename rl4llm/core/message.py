@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from rl4llm.core.errors import BadRowError, DataError
@@ -154,10 +155,11 @@ class ChatMessage:
             return cls(row["role"], row["content"])
         given = {key: value for key, value in row.items() if _is_given(value)}
         _check_keys(given)
-        role, said = given.get("role", given.get("from")), row.get("content", row.get("value"))
+        role = _one_of(given, ("role", "from"), lambda _, value: _ROLE_NAMES.get(str(value), str(value)))
+        said = _one_of(given, ("content", "value"), lambda _, value: value)
+        said = row.get("content", row.get("value")) if said is None else said
         if role == "function_call":  # a message that is nothing but a call, as JSON text
             role, said, given = "assistant", None, {**given, "function_call": said}
-        role = _ROLE_NAMES.get(role, role) if isinstance(role, str) else role
         calls = _calls_of(given, role)
         reasoning = _one_of(given, THOUGHTS, _text) or ""
         stored = given.get("parts")
@@ -173,7 +175,7 @@ class ChatMessage:
         learned = _one_of(given, FLAGS, _flag)
         call_id = given.get("tool_call_id")
         return cls(
-            str(role),
+            role,
             content or "",
             calls or None,
             None if call_id is None else str(call_id),
@@ -269,7 +271,7 @@ def _part(key: str, part: Any, picture: ReadPicture | None) -> Part:
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) else None
-    if kind in _TEXT_PARTS and isinstance(text, str):
+    if kind in _TEXT_PARTS and isinstance(text, str) and not any(_is_given(part.get(name)) for name in MEDIA):
         return text
     if kind in _IMAGE_PARTS and picture is not None:
         stored = (part.get(name) for name in ("image_url", "image", "url", "path", "bytes", "base64"))
@@ -284,7 +286,7 @@ def _part(key: str, part: Any, picture: ReadPicture | None) -> Part:
 def _one_of(given: Mapping[str, Any], keys: tuple[str, ...], read: Any) -> Any:
     """Return what keys of one meaning say, or None; raise DataError if they disagree."""
     found = {key: read(key, given[key]) for key in keys if key in given}
-    if len(set(found.values())) > 1:
+    if any(value != other for value, other in pairwise(found.values())):
         raise DataError(
             f"the message's keys {' and '.join(found)} mean the same, but differ. Keep one of them."
         )

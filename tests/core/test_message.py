@@ -24,6 +24,11 @@ READ = {
     "developer": ({"role": "developer", "content": "Hi"}, ChatMessage("system", "Hi")),
     "sharegpt": ({"from": "human", "value": "Hi"}, ChatMessage("user", "Hi")),
     "sharegpt answer": ({"from": "gpt", "value": "4"}, ChatMessage("assistant", "4")),
+    "sharegpt in a table": (
+        {"role": None, "content": None, "from": "human", "value": "Hi"},
+        ChatMessage("user", "Hi"),
+    ),
+    "a role twice": ({"role": "user", "from": "human", "content": "Hi", "value": "Hi"}, ChatMessage("user", "Hi")),
     "text parts": (
         {"role": "user", "content": [{"type": "text", "text": "a", "image_url": None}, {"text": "b"}]},
         ChatMessage("user", "ab"),
@@ -93,6 +98,9 @@ REFUSED = {
     "a mask by token": (said(loss_mask=[0, 1]), r"loss_mask=\[0, 1\] is not accepted"),
     "flags that differ": (said(weight=0, train=True), "keys weight and train mean the same, but differ"),
     "thoughts that differ": (said(reasoning="a", thinking="b"), "keys reasoning and thinking mean the same"),
+    "roles that differ": (said(**{"from": "human"}), "keys role and from mean the same, but differ"),
+    "contents that differ": (said(value="5"), "keys content and value mean the same, but differ"),
+    "a picture in a text part": (said(content=[{"text": "a", "image": "b.png"}]), "a part of type 'text'"),
     "a user's thought": ({"role": "user", "content": "a", "thinking": "b"}, "Only the assistant thinks"),
     "a user's call": ({"role": "user", "content": "a", "tool_calls": [CALL]}, "Only the assistant calls tools"),
     "broken arguments": (called({"function": {"name": "f", "arguments": "{x"}}), "a call of 'f'='{x' is not JSON"),
