@@ -36,7 +36,7 @@ _NAME = re.compile(r"((?:[A-Za-z]|\\[a-z]+)(?:_ ?(?:\{\w{1,8}\}|\w))?)=(?![=<>])
 _SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and|or)\b|[,;]|\b(?:and|or)\b)\s*")
 _SEMICOLON = re.compile(r"\s*;\s*")
 _AND = re.compile(r"\s*+(?:[,;]\s*+)?(?:\\text\s?\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d]|,\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d]|,\d)")
 _IN_BASE = re.compile(r"\(?([+-]?\d[0-9A-Z.]*)\)?_\{?(\d{1,3})\}?", re.ASCII)
 _LAST_UNIT = re.compile(
     r"(.*[\d})A-Za-z]) *\\(?:text\w*|mathrm|mbox) ?\{([^{}]*)\}((?: ?\^ ?\{?[23]\}?)?)[ .$]*", re.DOTALL
@@ -220,7 +220,7 @@ def split(text: str) -> list[str]:
     (['81', '256'], ['1,234'], ['(1, 2)', '(3, 4)'], ['1', '2'], ['x=1', 'x=2'])
     """
     if text.startswith("\\{") and text.endswith("\\}") and text.find("\\}") == len(text) - 2:
-        text = text[2:-2]
+        text = _spaced(text[2:-2])
     kept = _THOUSANDS.sub(lambda found: found[0].replace(",", "\0"), text)
     semicolons, marks = ([*_at_top(kept, pattern)] for pattern in (_SEMICOLON, _SEPARATOR))
     items, start = [], 0
@@ -229,6 +229,11 @@ def split(text: str) -> list[str]:
         start = end
     items.append(kept[start:])
     return [item.replace("\0", ",").strip() for item in items if item.strip()]
+
+
+def _spaced(inside: str) -> str:
+    """Return what stands in brackets with a space after each comma, unless one has it: (0,100) is a pair of numbers."""
+    return inside if re.search(";|, ", inside) else inside.replace(",", ", ")
 
 
 def _at_top(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
@@ -275,7 +280,7 @@ def _same_tuple(wanted: str, given: str) -> bool | None:
     if found is None or "," not in found[0]:
         return None
     if found.end() == len(given) and _ALLOWED_BEFORE.fullmatch(given[: found.start()]):
-        items, others = split(wanted[1:-1]), split(found[0][1:-1])
+        items, others = split(_spaced(wanted[1:-1])), split(_spaced(found[0][1:-1]))
         brackets = wanted[0] + wanted[-1], found[0][0] + found[0][-1]
         # [1,2) is an interval
         if len(items) != len(others) or (len(items) == 2 and brackets[0] != brackets[1]):
@@ -309,16 +314,22 @@ def _same_cells(wanted: Sequence[Sequence[str]], given: Sequence[Sequence[str]])
 
 
 def _same_named_tuple(wanted: Sequence[str], given: Sequence[str]) -> bool | None:
-    """Compare "p=5, q=2" with "(5, 2)"; of "5, 2" and "(5, 2)" computer algebra tells whether they are the same."""
+    """Compare "p=5, q=2" with "(5, 2)" or "(q,p)=(2,5)"; of "5, 2" and "(5, 2)" computer algebra tells if they are the same.
+
+    The places of a tuple without names are x, y and z, or those of other names in the order of the list.
+    """
     (whole,), items = (wanted, given) if len(wanted) == 1 else (given, wanted)
-    inside = re.fullmatch(r"\(([^()]*)\)", whole)
-    values = split(inside[1]) if inside and "=" not in inside[1] else []
-    names = [name for name, _ in map(named, items)]
-    if len(values) != len(items):
+    inside = re.fullmatch(r"(?:\(([^()=]*)\)=)?\(([^()=]*)\)", whole)
+    values = split(_spaced(inside[2])) if inside else []
+    names, others = zip(*map(named, items), strict=True)
+    if inside is None or len(values) != len(items):
         return False
     if "" in names or len({*names}) < len(items):
         return None
-    others = [value for _, value in map(named, items)]
+    order = split(inside[1]) if inside[1] else sorted(names) if {*names} <= {*"xyz"} else names
+    if sorted(order) != sorted(names):
+        return None
+    others = tuple(others[names.index(name)] for name in order)
     return _all(map(same, others, values) if len(given) == 1 else map(same, values, others))
 
 
