@@ -51,7 +51,7 @@ _FILLERS = (
 _VERB = re.compile(rf"(?:\b(?:{_VERBS})\b|:(?!\d)|[=\u2248])(?:\s+(?:{_FILLERS}))*[\s*_]*", re.IGNORECASE)
 _PASSED_OVER = _one_of("I hope|Hope|Let me|Let's|Let us|Please|Feel free|Thank|If you|Good luck|Great")
 _DECLINED = _one_of(
-    "(?:can|could|do|does|did)(?:n't| not|not) (?:\\w+ )?"
+    "(?:can|could|do|does|did)(?:n?'t| not|not) (?:\\w+ )?"
     "(?:decide|determine|know|tell|say|figure|solve|find|conclude|calculate|compute|proceed|be \\w+)"
     "|not (?:\\w+ )?(?:sure|certain|clear|enough|possible|able)"
     "|unable|impossible|unclear|unsure|uncertain|insufficient|(?:could|might|may) also be"

@@ -200,6 +200,8 @@ def test_the_last_closed_tag_counts(text, answer):
         ("I cannot know more, but my guess is 18.", "18"),
         ("The answer cannot be determined.", "cannot be determined"),
         ("It cannot be determined from the 18 apples.", "cannot be determined"),
+        ("I can\u2019t determine whether it is 18.", None),
+        ("Starting from 18 I can't decide what to do.", None),
         ("It is 18 or so. Starting from 18 I could not decide what to do next.", None),
         ("I'm not sure whether it is 18.", None),
         ("There is not enough information about the 18 apples.", None),
