@@ -111,8 +111,12 @@ def concluded(text: str) -> str | None:
 
 def only_mathematics(text: str) -> str | None:
     """Return the formulas that a text consists of; None if it has none or anything else."""
-    snippets = _snippets(text)
-    return _only_answer(text, snippets) if snippets else None
+    return only_answer(text) if _snippets(text) else None
+
+
+def only_answer(text: str) -> str | None:
+    """Return a text that is mathematics, an amount or one word, without its marks; None if it is anything else."""
+    return _only_answer(text, _snippets(text))
 
 
 def first_sentence(line: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from rl4llm.core.message import after_thinking
-from rl4llm.rewards.conclusion import concluded, first_sentence, is_equation
+from rl4llm.rewards.conclusion import concluded, first_sentence, is_equation, only_answer
 from rl4llm.rewards.marks import boxes, joined, last_number, leading_formula
 
 Extraction = Literal["auto", "tag", "boxed", "hash", "answer", "last_number"]
@@ -25,11 +25,11 @@ def final_answer(text: str, extraction: Extraction = "auto", max_chars: int = 40
     """Return the model's final answer, None if it has none.
 
     "tag" is the last ``<answer>...</answer>``, "boxed" the last ``\\boxed{...}``, or the last few that are one list, "hash"
-    the rest of the line after the last ``####``, "answer" what follows the last "answer is" or "Answer:", "last_number" the
-    last number that stands alone, or that arithmetic or a name equals. "auto" takes the first of the first four that is
-    there, else what the last sentences conclude with: a formula, the words after the verb, or a number that stands alone.
-    A number inside other notation is never taken out of it. Thoughts hold no answer. An answer longer than `max_chars`
-    comes cut, but still longer than that.
+    the rest of the line after the last ``####``, if that is no heading, "answer" what follows the last "answer is" or
+    "Answer:", "last_number" the last number that stands alone, or that arithmetic or a name equals. "auto" takes the first
+    of the first four that is there, else what the last sentences conclude with: a formula, the words after the verb, or a
+    number that stands alone. A number inside other notation is never taken out of it. Thoughts hold no answer. An answer
+    longer than `max_chars` comes cut, but still longer than that.
     """
     text = _MINUS.sub("-", after_thinking(text)[-_SEARCHED_CHARS:])
     extractors = _AUTO if extraction == "auto" else (_EXTRACTORS[extraction],)
@@ -61,8 +61,11 @@ def _boxed(text: str, max_chars: int) -> str | None:
 
 
 def _hash(text: str, max_chars: int) -> str | None:
+    """What the last mark announces; a line with words and text below it is a heading."""
     _, mark, rest = text.rpartition("####")
-    return _first_line(rest.lstrip(" \t*:"), max_chars) if mark else None
+    line, _, below = rest.strip().partition("\n")
+    heading = below.strip() and not (re.search(r"[\d\\]", line) and only_answer(line))
+    return None if heading or not mark else _first_line(rest.lstrip(" \t*:"), max_chars)
 
 
 def _answer(text: str, max_chars: int) -> str | None:

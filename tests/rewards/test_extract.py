@@ -40,7 +40,16 @@ def test_the_last_complete_box_counts(text, answer):
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [("#### 18", "18"), ("#### 17\n#### 18\nDone.", "18"), ("####18 ", "18"), ("####", None), ("18", None)],
+    [
+        ("#### 18", "18"),
+        ("#### 17\n#### 18\nDone.", "18"),
+        ("#### $18 a day\n\nDone.", "$18 a day"),
+        ("#### Step 2: add\nSo 17.", None),
+        ("#### Answer\n17", None),
+        ("####18 ", "18"),
+        ("####", None),
+        ("18", None),
+    ],
 )
 def test_hash_marks_announce_the_rest_of_their_line(text, answer):
     assert final_answer(text, "hash") == answer
@@ -239,6 +248,7 @@ def test_auto_prefers_box_then_hash_then_words_then_number():
     assert final_answer("the answer is 3\n#### 2\n\\boxed{1} 4") == "1"
     assert final_answer("the answer is 3\n#### 2\n 4") == "2"
     assert final_answer("the answer is 3\n 4") == "3"
+    assert final_answer("#### 2. Add\nThe answer is 3.\n 4") == "3"
     assert final_answer("maybe 4") == "4"
     assert final_answer("no number") is None
 
