@@ -48,6 +48,7 @@ MAX_GOLD_CHARS = 4000
 MAX_WORDS = 8
 _COMMANDS = re.compile(r"\\[a-z]+\s?\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_ANNOUNCES = re.compile(r"\W*(?:(?:the|final|correct) )*answer\b", re.IGNORECASE)
 _NUMBERED = re.compile(r"(?:^|[;,.\s])\(?1[).]\s.*[;,.\s]\(?2[).]\s", re.DOTALL)
 _ACCEPTED = (
     f"Accepted: an answer of 1 to {MAX_GOLD_CHARS} characters, a number, a solution with a \\boxed{{answer}} or a line "
@@ -238,11 +239,12 @@ def _answer(item: Any) -> str:
 def _without_solution(text: str) -> str:
     _, marked, rest = text.rpartition("####")
     if marked:
-        return rest.strip()
+        return rest.strip().partition("\n")[0].strip()
     boxes = boxed_answers(text, MAX_GOLD_CHARS)
     if boxes:
         return boxes[-1].strip()
-    announced = final_answer(text, "answer", MAX_GOLD_CHARS) if len(_words(text)) >= MAX_WORDS else None
+    solution = _ANNOUNCES.match(text) or len(_words(text)) >= MAX_WORDS
+    announced = final_answer(text, "answer", MAX_GOLD_CHARS) if solution else None
     return (announced or only_mathematics(text) or text).strip()
 
 

@@ -318,6 +318,10 @@ def test_an_invalid_ground_truth_fails_its_sample_alone(reward, gold):
         ("The solutions are $\\boxed{1}$ and $\\boxed{-2}$.", ["1, -2"]),
         ("$21,16$ or $11$", ["21,16 or 11"]),
         ("First we add 9 and 9 to the total of all. Final Answer: The answer is $18$.", ["18"]),
+        ("The answer is 18.", ["18"]),
+        ("Answer: B", ["B"]),
+        ("No answer is possible", ["No answer is possible"]),
+        ("9 * 2\n#### 18\nDone", ["18"]),
         ("None", ["None"]),
         (
             "\\text{the set of all points that are not on the line}",
