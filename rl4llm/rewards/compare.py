@@ -50,6 +50,7 @@ _MATRIX = re.compile(
 _END_OF_ROW = re.compile(r"\\\\(?:\[[^\]]*\])?")
 _DECIMAL_COMMA = re.compile(r"([+-]?[$€£]?\d+),(\d.*)", re.ASCII)
 _TIME = re.compile(r"(\d{1,2}):(\d{2})(?: ?([ap])\.?m\.?)?", re.IGNORECASE | re.ASCII)
+_DATE = re.compile(r"\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/])\d\d?\2\d{4}", re.ASCII)
 
 
 def same(gold: str, answer: str) -> bool | None:
@@ -180,6 +181,9 @@ def _same_item(wanted: Tidy, given: Tidy) -> bool | None:
         return _words(wanted.text) == _words(given.text)
     if _TIME.fullmatch(wanted.text) and _TIME.fullmatch(given.text):
         return _time(wanted.text) == _time(given.text)
+    if _DATE.fullmatch(wanted.text):  # not a difference or a quotient
+        dates = (re.findall(r"[1-9]\d*", item.text) for item in (wanted, given))
+        return next(dates) == next(dates)
     return _same_mathematics(wanted.text, given.text, number_wanted, number_given)
 
 
