@@ -160,12 +160,12 @@ def _action(env: Any, names: Sequence[str], reply: str) -> Any:
     if not names:
         text = reply.strip()
         return text if env.action_space.contains(text) else None
-    words = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", reply, re.IGNORECASE)
+    longest_first = sorted(names, key=len, reverse=True)
+    words = "|".join(f"({re.escape(name)})" for name in longest_first)
+    found = list(re.finditer(rf"(?<!\w)(?:{words})(?!\w)", reply, re.IGNORECASE))
     if not found:
         return None
-    lower = [name.lower() for name in names]
-    return int(env.action_space.start) + lower.index(found[-1].lower())
+    return int(env.action_space.start) + names.index(longest_first[(found[-1].lastindex or 0) - 1])
 
 
 def _shown(env: Any, observation: Any) -> str:

@@ -132,7 +132,7 @@ class OpenEnv(StepsEnv):
         found = re.search(r"\{.*\}", reply, re.DOTALL)
         try:
             action = json.loads(found.group()) if found else None
-        except ValueError:
+        except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict):
             raise _NoActionError(f"an action is a JSON object with {', '.join(self.fields)}")

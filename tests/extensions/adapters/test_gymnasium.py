@@ -21,7 +21,7 @@ PATH = [
     "I go down.",
     "right",
     "Down, not left: down",
-    "right",
+    "r\u0131ght",  # without regard to case, which is not what `lower` makes of it
     "right",
 ]  # to the goal of the usual lake
 

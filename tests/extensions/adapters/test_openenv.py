@@ -12,7 +12,7 @@ import pytest
 from played import played
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.adapters.openenv import OpenEnv
+from rl4llm.extensions.adapters.openenv import OpenEnv, _NoActionError
 from rl4llm.extensions.adapters.step_rewards import StepRewards
 from rl4llm.runtime.ports import free_port
 from rl4llm.testing import ScriptedClient, check_env
@@ -63,6 +63,14 @@ def test_openenv_episode_follows_the_server_and_its_rewards(tokenizer, url):
     assert episode.reward == pytest.approx(0.9)
     assert episode.messages[2].content == "Wrong."
     assert episode.extras["metrics"] == {"return": 0.9, "invalid_actions": 0}
+
+
+@pytest.mark.parametrize("reply", ["left", "[1]", "{1}", '{"guess": ' + "[" * 100_000 + "]" * 100_000 + "}"])
+def test_reply_without_an_action_is_not_one(reply):
+    env = OpenEnv.__new__(OpenEnv)
+    env.action, env.fields = None, ["guess"]
+    with pytest.raises(_NoActionError, match="a JSON object with guess"):
+        env._action(reply)
 
 
 def test_the_splits_have_other_seeds(url):
