@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Dialect:
     def _calls(self, said: str) -> list[ToolCall]:
         """Parse the tool calls; return [] if one is invalid, so that the agent receives the whole text."""
         calls = list(self.calls.parse(after_thinking(said))) if self.calls else []
-        return [] if any(call.problem for call in calls) else calls
+        return [] if any(call.problem or not _in_json(call) for call in calls) else calls
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         return str(
@@ -109,6 +110,14 @@ class Dialects:
         while len(self._made) > KEPT:
             self._made.popitem(last=False)
         return self._made[name]
+
+
+def _in_json(call: ToolCall) -> bool:
+    """Return whether JSON can write a call: it has neither lone surrogates nor NaN."""
+    try:
+        return bool(json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode())
+    except ValueError:
+        return False
 
 
 def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

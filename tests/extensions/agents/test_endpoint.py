@@ -102,6 +102,16 @@ def test_endpoint_replaces_lone_surrogates(play):
     assert [response.status_code for response in found] == [200, 200, 200] and not result.failed
 
 
+@pytest.mark.parametrize("argument", ['"x\\ud800"', '{"\\ud800": 1}', "NaN", "[1e999]"])
+def test_call_that_json_cannot_write_is_text(play, argument):
+    said = CALL.replace('"37+48"', argument)
+    tool = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
+    agent, found = asking({"messages": [USER], "tools": [tool]})
+    play(agent, [said, said])
+    (choice,) = found[0].json()["choices"]
+    assert choice["message"]["content"] == said and "tool_calls" not in choice["message"]
+
+
 def test_other_sampling_parameters_are_ignored_with_one_warning(play):
     asked = {"temperature": 0, "top_p": 0.5, "frequency_penalty": 1.0}
     agent, found = asking({"messages": [USER], **asked}, {"messages": [USER], **asked})
