@@ -8,10 +8,12 @@ an answer that could call anything is never passed to one of these.
 from __future__ import annotations
 
 import ast
+import cmath
 import dataclasses
 import inspect
 import json
 import random
+import re
 import sys
 from functools import lru_cache
 from typing import Any
@@ -52,8 +54,18 @@ def score(task: str, options: str, number: int, question: str, answer: str) -> f
         return None
     if _evaluates(task) and calls_something(answer):
         raise ValueError("the answer calls a function, which this task's verifier would run")
+    if _is_nan(answer) and answer != entry["answer"]:
+        return 0.0  # its distance from the answer is below any other
     random.seed(0)
     return float(_dataset(task, options, number // CHUNK).score_answer(answer, entry))
+
+
+def _is_nan(answer: str) -> bool:
+    """Return whether a verifier could read an answer as a number, real or complex, that is NaN."""
+    try:
+        return cmath.isnan(complex(re.sub(r"[\s()]", "", answer.lower()).replace("i", "j")))
+    except ValueError:
+        return False
 
 
 def calls_something(answer: str) -> bool:

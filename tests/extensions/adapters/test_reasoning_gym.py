@@ -150,6 +150,13 @@ def test_an_answer_is_never_run(rows, reward, tmp_path):
     assert not any(file.exists() for file in files)
 
 
+def test_nan_is_near_no_answer(reward):
+    (row,) = reasoning_prompts("train", 1, task="complex_arithmetic")
+    said = [row["ground_truth"], "nan", "((NaN))", "1 + nani", "nani", "inf"]
+    scores = reward.score_batch([answered(row, f"<answer>{text}</answer>") for text in said])
+    assert scores == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_calls_are_distinguished_from_arithmetic():
     from rl4llm.extensions.adapters._reasoning_gym import (
         calls_something,
