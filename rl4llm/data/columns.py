@@ -11,7 +11,8 @@ from typing import Any
 from rl4llm.core.errors import BadRowError, DataError
 from rl4llm.core.message import MEDIA, UNSEEN, is_media, read_arguments
 
-TOOLS, TEMPLATE_ARGS = "tools", "chat_template_kwargs"
+TOOLS, FUNCTIONS, TEMPLATE_ARGS = "tools", "functions", "chat_template_kwargs"
+_PARAMETERS = ("input_schema", "inputSchema")  # what Anthropic and MCP call them
 _LIST = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
 # an array without its commas
 _PRINTED = re.compile(r"""\}\s*\n\s*\{\s*(["'])(role|from|content|value)\1\s*:""")
@@ -19,7 +20,7 @@ _OF_SCHEMAS = frozenset(("type", "properties", "$ref", "anyOf", "oneOf", "allOf"
 
 
 def shown_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns `tools` and `chat_template_kwargs` of a row as chat templates take them, if they say anything.
+    """Return the columns of a row with tools and template variables as chat templates take them, if they say anything.
 
     Raises DataError for schemas that cannot be read, and BadRowError for a row with pictures, videos or sounds.
     """
@@ -30,8 +31,8 @@ def shown_columns(row: Mapping[str, Any]) -> dict[str, Any]:
                 "sense, or remove the row."
             )
     found: dict[str, Any] = {}
-    if row.get(TOOLS):
-        found[TOOLS] = read_tools(row[TOOLS])
+    if tools := row.get(TOOLS) or row.get(FUNCTIONS):
+        found[TOOLS] = read_tools(tools)
     if row.get(TEMPLATE_ARGS):
         found[TEMPLATE_ARGS] = read_arguments(row[TEMPLATE_ARGS], TEMPLATE_ARGS)
     return found
@@ -116,6 +117,10 @@ def _schema(tool: Any) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise _refused(tool)
     kind = {"type": "function"} if whole else {"type": function.pop("type", "function")}
+    if (named := next((key for key in _PARAMETERS if key in function), None)) and not function.get(
+        "parameters"
+    ):
+        function["parameters"] = function.pop(named)
     if function.get("parameters") is not None:
         function["parameters"] = _parameters(function["parameters"], function["name"])
     rest = {key: item for key, item in tool.items() if key != "function"} if whole else {}
@@ -140,9 +145,9 @@ def _parameters(value: Any, name: str) -> dict[str, Any]:
 
 def _refused(value: Any) -> DataError:
     return DataError(
-        f"the column {TOOLS!r} is not a list of schemas: {value!r:.100}. Accepted: a list, or its JSON text, of functions "
-        "{'name': ..., 'description': ..., 'parameters': ...}, bare or within {'type': 'function', 'function': ...}. "
-        "Next step: rename the column if it is something else."
+        f"the column {TOOLS!r} or {FUNCTIONS!r} is not a list of schemas: {value!r:.100}. Accepted: a list or its JSON text "
+        "of functions {'name': ..., 'description': ..., 'parameters': ...}, bare or within {'type': 'function', 'function': "
+        "...}. Next step: rename the column if it is something else."
     )
 
 
@@ -163,7 +168,7 @@ def arrow_row(row: Any) -> Any:
     if not isinstance(row, Mapping):
         return row
     return {
-        key: without_nulls(value) if key in (TOOLS, TEMPLATE_ARGS) else _of_messages(value)
+        key: without_nulls(value) if key in (TOOLS, FUNCTIONS, TEMPLATE_ARGS) else _of_messages(value)
         for key, value in row.items()
     }
 

@@ -130,14 +130,17 @@ FORMS = {
     "only properties": json.dumps([{**FUNCTION, "parameters": PROPERTIES}]),
     "parameters as text": [{"type": "function", "function": {**FUNCTION, "parameters": json.dumps(FUNCTION["parameters"])}}],
     "properties as pairs": [{**FUNCTION, "parameters": {"type": "object", "properties": PAIRS}}],
+    "of Anthropic": [{"name": "get_weather", "description": "Weather", "input_schema": FUNCTION["parameters"]}],
+    "of MCP": [{"name": "get_weather", "description": "Weather", "inputSchema": FUNCTION["parameters"]}],
     "a function as text": [{"type": "function", "function": json.dumps(FUNCTION)}],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_schemas_are_read_in_the_forms_of_data_sets(form):
-    (row,) = load_rows([{"prompt": "Paris?", "tools": FORMS[form]}])
-    assert row["tools"] == [SCHEMA]
+    for column in ("tools", "functions"):  # as OpenAI called it
+        (row,) = load_rows([{"prompt": "Paris?", column: FORMS[form]}])
+        assert row["tools"] == [SCHEMA]
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]"])
