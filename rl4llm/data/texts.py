@@ -17,7 +17,7 @@ from rl4llm.data.lengths import place
 from rl4llm.data.load import Rows
 from rl4llm.data.special import SpecialTokens
 
-_TOKENS = "token_ids"
+_TOKENS, _SPECIAL = "token_ids", "special_tokens"
 
 
 def hold_text(rows: Any) -> bool:
@@ -55,11 +55,18 @@ class Texts:
                 token_ids = np.array(self._token_ids(row["text"]), np.int32)
             except DataError as error:
                 raise type(error)(f"{where}: {error}") from error
+            count = self._special.count([{"role": "user", "content": row["text"]}])
             starts = range(0, max(1, len(token_ids) - 1), self._size - 1)
             for part, start in enumerate(starts):
                 name = row["prompt_id"] if len(starts) == 1 else f"{row['prompt_id']}/{part}"
                 piece = token_ids[start : start + self._size]
-                found.append({"prompt_id": name, "messages": [], "ground_truth": None, _TOKENS: piece})
+                made: dict[str, Any] = {
+                    "prompt_id": name,
+                    "messages": [],
+                    "ground_truth": None,
+                    _TOKENS: piece,
+                }
+                found.append(made | ({_SPECIAL: count} if count and part == 0 else {}))
                 places.append(where)
         return Rows(tuple(found), getattr(rows, "source", ""), tuple(places))
 
@@ -81,4 +88,7 @@ def text_group(row: Mapping[str, Any], prompt_id: str) -> Group:
     """Return a chunk as a group of one; its first token is context, since nothing predicts it."""
     first, *rest = row[_TOKENS].tolist()
     said = TokenSpan(tuple(rest), "policy", (0.0,) * len(rest), version=0)
-    return Group(prompt_id, (Trajectory(prompt_id, (TokenSpan.context([first]), said), (), {}, 0.0, "done"),))
+    noted = {"metrics": {_SPECIAL: row[_SPECIAL]}} if _SPECIAL in row else {}
+    return Group(
+        prompt_id, (Trajectory(prompt_id, (TokenSpan.context([first]), said), (), {}, 0.0, "done", noted),)
+    )

@@ -49,8 +49,10 @@ def test_special_tokens_in_a_text_are_text(plain):
     (_, _, (trajectory,)) = learned(plain, [text], 100)
     assert trajectory.token_ids.count(plain.eos_token_id) == 1
     assert plain.decode(trajectory.token_ids) == f"{text}{plain.eos_token}"
+    assert trajectory.extras == {"metrics": {"special_tokens": 1}}
     (_, _, (kept,)) = learned(plain, [text], 100, "allow")
     assert kept.token_ids.count(plain.convert_tokens_to_ids("<|im_end|>")) == 2
+    assert not kept.extras
     with pytest.raises(SpecialTokenError, match=r"dataset\[0\] \(prompt .*special token '<\|im_end\|>'"):
         learned(plain, [text], 100, "refuse")
 
