@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
 
 from rl4llm.config.keys import FREE, PART_KEYS, Config, LaunchConfig, TrackingConfig
@@ -257,8 +257,7 @@ def _merge(config: DictConfig, given: dict[str, Any]) -> DictConfig:
     _check_text_keys(flatten(given))
     try:
         layer = OmegaConf.create(given)
-        merged = OmegaConf.merge(config, layer)
-        assert isinstance(merged, DictConfig)
+        merged = _merged(config, layer)
     except ValidationError as error:
         key = re.sub(r"\[\d+\]$", "", str(error.full_key))  # of a list, not of one of its items
         raise ConfigError(refusal(key, flatten(given)[key], annotation_of(key))) from None
@@ -268,6 +267,15 @@ def _merge(config: DictConfig, given: dict[str, Any]) -> DictConfig:
         named = given[part].get("name") if given.get(part) is not None else None
         if named not in (None, config[part].get("name")):
             merged[part] = layer[part]
+    return merged
+
+
+def _merged(config: DictConfig, layer: DictConfig) -> DictConfig:
+    """Return a layer merged over others; its ``???``, which OmegaConf drops, are keys that a later layer must set."""
+    merged = OmegaConf.merge(config, layer)
+    assert isinstance(merged, DictConfig)
+    for key in OmegaConf.missing_keys(layer):
+        OmegaConf.update(merged, key, MISSING)
     return merged
 
 
