@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -53,7 +53,10 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 MOVED_TOKENS = 0.01  # of a model's tokens, which a tokenizer that was made for it may have renamed
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, HFValidationError)
+UNREADABLE = (
+    ArithmeticError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError,
+    HFValidationError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
 """What transformers raises for files that are missing, damaged or inconsistent."""
 
 
@@ -298,7 +301,10 @@ def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTraine
     if getattr(model, "peft_config", None):  # of a name on the hub
         raise ModelError(adapter_message(path, beside=False))
     # transformers fills tensors that a checkpoint lacks with random numbers; training on those is a bug without a sign.
-    report["unexpected_keys"] = whole.of_text(report["unexpected_keys"]) if whole else ()
+    # It drops tensors that the config has no place for; those of another head, such as `score`, change no log-prob.
+    unexpected, children = report["unexpected_keys"], dict(model.named_children())
+    own = [name for name in unexpected if name.partition(".")[0] in children]
+    report["unexpected_keys"] = whole.of_text(unexpected) if whole else own
     if scored:
         report["missing_keys"] = report["missing_keys"] - {"lm_head.weight", "lm_head.bias"}
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):

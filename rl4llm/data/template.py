@@ -41,7 +41,14 @@ _REPLY = "ProbeReplyOfThePolicy"
 _FOLLOW_UP = "ProbeFollowUp"
 _DIRECTIVES = "aAbBdmyYHIMSpjcxXZ"
 MADE_UP_CALL = {"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}
-_RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+_RENDERING_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
 
 
 class TurnEnd(NamedTuple):

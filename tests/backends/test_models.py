@@ -88,10 +88,20 @@ def test_missing_weights_are_not_filled_with_random_numbers(directory):
         load_model(directory)
 
 
-def test_a_config_of_another_shape_is_an_error(directory):
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"intermediate_size": 56}, "cannot be loaded"),
+        ({"num_hidden_layers": 1}, r"unexpected keys model\.layers\.1\."),
+        ({"attention_bias": False}, r"unexpected keys model\.layers\.0\.self_attn\.k_proj\.bias"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "by zero"),
+    ],
+)
+def test_a_config_of_another_shape_is_an_error(directory, change, told):
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 56}))
-    with pytest.raises(ModelError):
+    (directory / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=told):
         load_model(directory)
 
 

@@ -634,6 +634,11 @@ def test_one_turn_needs_no_extension():
         renderer.following([ChatMessage("user", "x")], ended=True)
 
 
+def test_a_template_that_cannot_compute_is_refused():
+    with pytest.raises(TemplateError, match="Range too big"):
+        Renderer(chatml("{{ range(1000000) }}" + EACH + ASK))
+
+
 def test_a_missing_template_or_pad_token_is_refused():
     with pytest.raises(TemplateError, match=r"has no chat template.*tokenizer\.chat_template"):
         Renderer(chatml(None))
