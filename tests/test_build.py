@@ -731,3 +731,5 @@ def test_rate_that_a_program_sets_has_no_warning():
     assert rate_warnings(config)
     config.training.lr = 1e-4
     assert rate_warnings(config) == []
+    config.training.lr = 0.0
+    assert "nothing is learned" in rate_warnings(config)[0]

@@ -76,6 +76,7 @@ learning_rate=1                                    | 'learning_rate' is a key of
 learning_rat=1                                     | Did you mean 'learning_rate'? It is a key of TRL
 training=1                                         | training=1 is not accepted. Accepted: a mapping of keys
 max_steps=1.5                                      | max_steps=1.5 is not accepted: a whole number, 0 or above
+max_steps=???                                      | max_steps is not set. Set it in the YAML file or on the command line
 max_steps=-1                                       | max_steps=-1 is not accepted: a whole number, 0 or above
 rollout.group_size=0                               | rollout.group_size=0 is not accepted: a whole number, 1 or above
 rollout.group_size=1                               | a group of one has zero advantage. Use 2 or more
@@ -107,6 +108,7 @@ model.dtype=fp16                                   | model.dtype='fp16' is not a
 model.device=gpu                                   | model.device='gpu' is not accepted. Accepted: auto, cpu, cuda
 model.lora.rank=-4                                 | model.lora.rank=-4 is not accepted: a whole number, 0 or above
 model.lora.targets=[qkv]                           | has no effect without an adapter. Set model.lora.rank
+model.lora.alpha=16                                | model.lora.alpha=16 has no effect without an adapter
 checkpoint.every=0.5                               | checkpoint.every=0.5 is not accepted: a whole number, 0 or above
 output.dir=rows.jsonl | output.dir='rows.jsonl' is a file, not a directory. Choose another output.dir
 seed=abc                                           | seed='abc' is not accepted: a whole number, 0 to

@@ -63,11 +63,12 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
     check_backend(config, needs)
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # of a process that `accelerate launch` started
         from_extension("check_accelerate", "accelerate launch")(config, os.environ)
-    if config.model.lora.targets and not config.model.lora.rank:
-        raise ConfigError(
-            f"model.lora.targets={list(config.model.lora.targets)} has no effect without an adapter. Set model.lora.rank, "
-            "such as 16, or remove it."
-        )
+    lora = config.model.lora
+    for key, value in (("targets", list(lora.targets)), ("alpha", lora.alpha)):
+        if value and not lora.rank:
+            raise ConfigError(
+                f"model.lora.{key}={value} has no effect without an adapter. Set model.lora.rank, such as 16, or remove it."
+            )
     if config.model.lora.rank and config.model.vision == "train":
         raise ConfigError(
             f"model.vision=train cannot be combined with model.lora.rank={config.model.lora.rank}: an adapter trains "
@@ -137,6 +138,8 @@ def rate_warnings(config: Config) -> list[str]:
     []
     """
     lr = config.training.lr
+    if not lr:
+        return ["training.lr=0: steps change no weight, so nothing is learned. Set it above 0, such as 1e-5."]
     if "training.lr" in config.given or lr != TrainingConfig.lr:
         return []
     fits = "for models of 1.5 billion parameters and more. Set training.lr=1e-5 for smaller ones, or 1e-4 for tiny ones"
