@@ -31,7 +31,10 @@ def read(given: str) -> Values:
             f"The file {given} does not exist. Accepted: a YAML file, a script, or a quoted command."
         )
     if path.suffix not in (".yaml", ".yml", ".json"):
-        return _of_commands(path.read_text(encoding="utf-8"), str(path))
+        try:
+            return _of_commands(path.read_text(encoding="utf-8"), str(path))
+        except UnicodeError as error:
+            raise ConfigError(f"{path} is not UTF-8. Accepted: a YAML file or a script.") from error
     values = _of_yaml(path)
     if not any(row_of(name) for name in values):
         raise ConfigError(f"{path} has no key of verl.")

@@ -63,7 +63,10 @@ def algorithm_of(values: Values) -> str:
 
 
 def _ranks(values: Values) -> int:
-    return int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"])
+    count = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"])
+    if count < 1:
+        raise ConfigError(f"trainer.n_gpus_per_node x trainer.nnodes is {count}. Accepted: 1 or more.")
+    return count
 
 
 def _prompts(values: Values) -> int:

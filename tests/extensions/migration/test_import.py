@@ -91,6 +91,11 @@ def test_unknown_key_is_to_be_decided():
     assert found.open == ["data.train_batch_sise=4: not a key of verl that is known here"]
 
 
+def test_zero_processes_are_to_be_decided():
+    found = convert({"trainer.n_gpus_per_node": 0}, DataFacts())
+    assert "trainer.n_gpus_per_node x trainer.nnodes is 0. Accepted: 1 or more." in found.open
+
+
 def test_value_without_a_counterpart_is_to_be_decided():
     words = "verl.trainer.main_ppo algorithm.adv_estimator=gpg actor_rollout_ref.model.path=$NOT_SET_HERE"
     found = converted(words)
@@ -105,9 +110,11 @@ def test_value_without_a_counterpart_is_to_be_decided():
     ("nothing.yaml", "The file nothing.yaml does not exist"),
     ("echo hello world", "contains no command of verl"),
     ("{dir}/ours.yaml", "has no key of verl"),
+    ("{dir}/binary", "binary is not UTF-8"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_refused(given, message, tmp_path):
     (tmp_path / "ours.yaml").write_text("something: else\n")
+    (tmp_path / "binary").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=message):
         read(given.format(dir=tmp_path))
 
