@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -58,6 +59,8 @@ UNREADABLE = (
     HFValidationError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
 """What transformers raises for files that are missing, damaged or inconsistent."""
+_COMPUTED = re.compile(r"att(n|ention)\.(masked_)?bias$|causal_mask$|\bmtp")
+"""Masks that files of GPT-J, GPT-Neo and CodeGen hold, and layers that predict several tokens."""
 
 
 def load_model(
@@ -303,7 +306,7 @@ def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTraine
     # transformers fills tensors that a checkpoint lacks with random numbers; training on those is a bug without a sign.
     # It drops tensors that the config has no place for; those of another head, such as `score`, change no log-prob.
     unexpected, children = report["unexpected_keys"], dict(model.named_children())
-    own = [name for name in unexpected if name.partition(".")[0] in children]
+    own = [name for name in unexpected if name.partition(".")[0] in children and not _COMPUTED.search(name)]
     report["unexpected_keys"] = whole.of_text(unexpected) if whole else own
     if scored:
         report["missing_keys"] = report["missing_keys"] - {"lm_head.weight", "lm_head.bias"}

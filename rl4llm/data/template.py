@@ -41,14 +41,7 @@ _REPLY = "ProbeReplyOfThePolicy"
 _FOLLOW_UP = "ProbeFollowUp"
 _DIRECTIVES = "aAbBdmyYHIMSpjcxXZ"
 MADE_UP_CALL = {"id": "call00000", "type": "function", "function": {"name": "tool", "arguments": {}}}
-_RENDERING_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
+_RENDERING_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, jinja2.TemplateError)  # fmt: skip
 
 
 class TurnEnd(NamedTuple):

@@ -61,10 +61,10 @@ def _boxed(text: str, max_chars: int) -> str | None:
 
 
 def _hash(text: str, max_chars: int) -> str | None:
-    """What the last mark announces; a line with words and text below it is a heading."""
+    """Return what the last mark announces; a line with words and text below it is a heading."""
     _, mark, rest = text.rpartition("####")
     line, _, below = rest.strip().partition("\n")
-    heading = below.strip() and not (re.search(r"[\d\\]", line) and only_answer(line))
+    heading = below.strip() and not (re.search(r"[\d\\]|\b[A-Z]\b", line) and only_answer(line))
     return None if heading or not mark else _first_line(rest.lstrip(" \t*:"), max_chars)
 
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
@@ -103,6 +104,15 @@ def test_a_config_of_another_shape_is_an_error(directory, change, told):
     (directory / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=told):
         load_model(directory)
+
+
+def test_masks_in_the_files_of_older_models_are_left_out(build, tmp_path):
+    build("gpt2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e9)
+    }
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    load_model(tmp_path)
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer, empty_model])
