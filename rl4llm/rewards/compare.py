@@ -50,6 +50,7 @@ _MATRIX = re.compile(
 _END_OF_ROW = re.compile(r"\\\\(?:\[[^\]]*\])?")
 _DECIMAL_COMMA = re.compile(r"([+-]?[$€£]?\d+),(\d.*)", re.ASCII)
 _TIME = re.compile(r"(\d{1,2}):(\d{2})(?: ?([ap])\.?m\.?)?", re.IGNORECASE | re.ASCII)
+_VARIABLE = re.compile(r"[a-z]")
 _DATE = re.compile(r"\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/])\d\d?\2\d{4}", re.ASCII)
 
 
@@ -77,8 +78,8 @@ def same(gold: str, answer: str) -> bool | None:
 def for_algebra(text: str) -> str:
     """Return an answer in the notation that computer algebra reads best, with "," for the "and" and "or" of a list."""
     text = _with_unit(_first_value(_unwrapped(rewritten(text))))[0].replace("°", "")
-    name, value = named(text.replace(" ", ""))
-    return f"{name}={value.replace(',', '')}" if name and number(value) else _AND.sub(", ", text).strip()
+    _, value = named(text.replace(" ", ""))
+    return value if number(value) else _AND.sub(", ", text).strip()
 
 
 def _with_unit(text: str) -> tuple[str, Unit]:
@@ -177,13 +178,15 @@ def _same_item(wanted: Tidy, given: Tidy) -> bool | None:
     (name, value), (other_name, other_value) = named(wanted.text), named(given.text)
     if (name or other_name) and (name == other_name or not (name and other_name)):
         return same(value, other_value)
+    if _VARIABLE.fullmatch(name) and _VARIABLE.fullmatch(other_name):
+        return False
     if wanted.words and (_words(wanted.text) == _words(given.text) or "," not in wanted.text):
         return _words(wanted.text) == _words(given.text)
     if _TIME.fullmatch(wanted.text) and _TIME.fullmatch(given.text):
         return _time(wanted.text) == _time(given.text)
     if _DATE.fullmatch(wanted.text):  # not a difference or a quotient
-        dates = (re.findall(r"[1-9]\d*", item.text) for item in (wanted, given))
-        return next(dates) == next(dates)
+        dates = [re.findall(r"[1-9]\d*", item.text) for item in (wanted, given)]
+        return bool(_DATE.fullmatch(given.text)) and dates[0] == dates[1]
     return _same_mathematics(wanted.text, given.text, number_wanted, number_given)
 
 
@@ -325,9 +328,9 @@ def _same_named_tuple(wanted: Sequence[str], given: Sequence[str]) -> bool | Non
     (whole,), items = (wanted, given) if len(wanted) == 1 else (given, wanted)
     inside = re.fullmatch(r"(?:\(([^()=]*)\)=)?\(([^()=]*)\)", whole)
     values = split(_spaced(inside[2])) if inside else []
-    names, others = zip(*map(named, items), strict=True)
-    if inside is None or len(values) != len(items):
+    if inside is None or not items or len(values) != len(items):
         return False
+    names, others = zip(*map(named, items), strict=True)
     if "" in names or len({*names}) < len(items):
         return None
     order = split(inside[1]) if inside[1] else sorted(names) if {*names} <= {*"xyz"} else names

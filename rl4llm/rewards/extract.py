@@ -10,12 +10,17 @@ from collections.abc import Callable
 from typing import Literal
 
 from rl4llm.core.message import after_thinking
-from rl4llm.rewards.conclusion import concluded, first_sentence, is_equation, only_answer
+from rl4llm.rewards.conclusion import concluded, first_sentence, is_equation
 from rl4llm.rewards.marks import boxes, joined, last_number, leading_formula
 
 Extraction = Literal["auto", "tag", "boxed", "hash", "answer", "last_number"]
 
 _SEARCHED_CHARS = 20_000
+_HEADING = re.compile(
+    r"\W*(?:(?:step|case|part|question|problem|method|approach)\b.*|\d+[.)] .*[A-Za-z]{2}.*"
+    r"|(?:(?:the|final) )*(?:answer|result|solution|explanation|conclusion|summary|verification|check)\W*)",
+    re.IGNORECASE,
+)
 _LINE_CHARS, _SIDE_CHARS = 1000, 200
 _MINUS = re.compile(r"\b(?:minus|negative) (?=[$\d\\])", re.IGNORECASE)
 _ANNOUNCED = re.compile(r"s?[*_\s]*(?:(?:is|are|was)\b|[:=])[*_\s:]*")
@@ -25,7 +30,7 @@ def final_answer(text: str, extraction: Extraction = "auto", max_chars: int = 40
     """Return the model's final answer, None if it has none.
 
     "tag" is the last ``<answer>...</answer>``, "boxed" the last ``\\boxed{...}``, or the last few that are one list, "hash"
-    the rest of the line after the last ``####``, if that is no heading, "answer" what follows the last "answer is" or
+    the rest of the line after the last ``####``, unless that is a heading, "answer" what follows the last "answer is" or
     "Answer:", "last_number" the last number that stands alone, or that arithmetic or a name equals. "auto" takes the first
     of the first four that is there, else what the last sentences conclude with: a formula, the words after the verb, or a
     number that stands alone. A number inside other notation is never taken out of it. Thoughts hold no answer. An answer
@@ -61,10 +66,10 @@ def _boxed(text: str, max_chars: int) -> str | None:
 
 
 def _hash(text: str, max_chars: int) -> str | None:
-    """Return what the last mark announces; a line with words and text below it is a heading."""
+    """Return what the last mark announces, unless that is the heading of what stands below it."""
     _, mark, rest = text.rpartition("####")
     line, _, below = rest.strip().partition("\n")
-    heading = below.strip() and not (re.search(r"[\d\\]|\b[A-Z]\b", line) and only_answer(line))
+    heading = below.strip() and _HEADING.fullmatch(line)
     return None if heading or not mark else _first_line(rest.lstrip(" \t*:"), max_chars)
 
 

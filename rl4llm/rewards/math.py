@@ -18,7 +18,7 @@ from rl4llm.core.message import after_thinking
 from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.compare import for_algebra, same
-from rl4llm.rewards.conclusion import only_mathematics
+from rl4llm.rewards.conclusion import only_answer, only_mathematics
 from rl4llm.rewards.extract import Extraction, boxed_answers, final_answer
 from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
 from rl4llm.rewards.prefilter import MAX_CHARS, refuse
@@ -48,7 +48,7 @@ MAX_GOLD_CHARS = 4000
 MAX_WORDS = 8
 _COMMANDS = re.compile(r"\\[a-z]+\s?\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
-_ANNOUNCES = re.compile(r"\W*(?:(?:the|final|correct) )*answer\b", re.IGNORECASE)
+_ANNOUNCED = re.compile(r"\W*(?:(?:the|final|correct) )*answer(?: is\b|:)[\s:]*", re.IGNORECASE)
 _NUMBERED = re.compile(r"(?:^|[;,.\s])\(?1[).]\s.*[;,.\s]\(?2[).]\s", re.DOTALL)
 _ACCEPTED = (
     f"Accepted: an answer of 1 to {MAX_GOLD_CHARS} characters, a number, a solution with a \\boxed{{answer}} or a line "
@@ -243,8 +243,9 @@ def _without_solution(text: str) -> str:
     boxes = boxed_answers(text, MAX_GOLD_CHARS)
     if boxes:
         return boxes[-1].strip()
-    solution = _ANNOUNCES.match(text) or len(_words(text)) >= MAX_WORDS
-    announced = final_answer(text, "answer", MAX_GOLD_CHARS) if solution else None
+    announced = final_answer(text, "answer", MAX_GOLD_CHARS) if len(_words(text)) >= MAX_WORDS else None
+    if short := not announced and _ANNOUNCED.match(text):
+        announced = only_answer(text[short.end() :])
     return (announced or only_mathematics(text) or text).strip()
 
 

@@ -44,6 +44,7 @@ def test_the_last_complete_box_counts(text, answer):
         ("#### 18", "18"),
         ("#### 17\n#### 18\nDone.", "18"),
         ("#### $18 a day\n\nDone.", "$18 a day"),
+        ("#### Tuesday\n\nDone.", "Tuesday"),
         ("#### Step 2: add\nSo 17.", None),
         ("#### Answer\n17", None),
         ("####18 ", "18"),
