@@ -37,6 +37,7 @@ THOUGHT_ENDS = "</think>"
 CUT = "[... cut ...]"
 _MAX_QUOTED = 200
 _LONGEST_PATH = 512
+_BASE64 = re.compile(r"[A-Za-z0-9+/=_\s-]+")
 _QUOTE = re.compile(r"(?<!\\)(?:\"|(?<!`)`(?!`)|(?<!\w)'|'(?!\w))")
 _ROLE_NAMES = {role: role for role in ROLES} | {
     "developer": "system",
@@ -57,7 +58,7 @@ ReadPicture = Callable[[Any], Picture]
 """What a part of a message holds, None for the next image of the row's column -> the picture."""
 
 _OTHERS = ("tool_calls", "tool_call_id", "function_call", "from", "value")
-_BESIDE = ("id", "type", "index")  # the name and the arguments of a call
+_ARGUMENTS = ("parameters", "args", "input")  # of a call, as others name them
 _READ = frozenset(("role", "content", "parts", *THOUGHTS, *FLAGS, *_OTHERS))
 
 
@@ -218,8 +219,8 @@ def is_media(value: Any) -> bool:
 
 
 def is_encoded(text: str) -> bool:
-    """Return whether a text where a file is expected is a file's bytes in base64: it is long, and no path."""
-    return len(text) > _LONGEST_PATH and not set(". ") & set(text[:_LONGEST_PATH])
+    """Return whether a text where a file is expected is a file's bytes in base64: it is too long for a path."""
+    return len(text) > _LONGEST_PATH and _BASE64.fullmatch(text[:_LONGEST_PATH]) is not None
 
 
 def _is_given(value: Any) -> bool:
@@ -334,16 +335,21 @@ def _call(call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"tool_calls has an item that is not a call with a name: {call!r:.100}.")
     made = {key: value for key, value in function.items() if value is not None}
-    beside = {key: value for key, value in call.items() if value is not None and key != "function"}
-    if not whole:
-        beside = {"type": "function"} | {key: made.pop(key) for key in _BESIDE if key in made}
-    if strange := sorted((made.keys() - {"name", "arguments"}) | (beside.keys() - {*_BESIDE})):
+    elsewhere = {"arguments": call.get("arguments") if whole else None} | {
+        key: made.get(key) for key in _ARGUMENTS
+    }
+    if not _is_given(made.get("arguments")) and (
+        named := [key for key in elsewhere if _is_given(elsewhere[key])]
+    ):
         raise DataError(
-            f"the keys {', '.join(map(repr, strange))} of a call of {made['name']!r} are not known. Accepted: name and "
-            f"arguments, and beside them {', '.join(_BESIDE)}. Next step: rename or remove the keys."
+            f"a call of {made['name']!r} has its arguments in the wrong place, {named[0]!r}. Accepted: 'arguments' beside "
+            "'name'. Next step: rename or move the key."
         )
     made["arguments"] = read_arguments(made.get("arguments"), f"the arguments of a call of {made['name']!r}")
-    return beside | {"function": made}
+    if whole:
+        return {key: made if key == "function" else value for key, value in call.items() if value is not None}
+    beside = {key: made.pop(key) for key in ("id", "type") if key in made}
+    return {"type": "function"} | beside | {"function": made}
 
 
 def _of_pairs(items: Any) -> Any:

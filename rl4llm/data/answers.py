@@ -94,12 +94,13 @@ class Conversations(_WithAnswers):
         answer = self.answer_column or next((name for name in ("output", "response") if name in row), None)
         if answer is None or not isinstance(row.get("instruction"), str):
             return None
-        if row.get("history"):
+        if str(row.get("history") or "").strip("[]()\"', "):
             raise DataError(
                 f"{where}: the row has earlier turns in a column 'history', which is not read. Next step: write the whole "
                 "conversation in a column 'messages'."
             )
-        texts = [row[name] for name in ("instruction", "input", "context") if row.get(name) is not None]
+        columns = ("instruction", "input", "context")
+        texts = [row[name] for name in columns if row.get(name) not in (None, [], {})]
         if strange := [text for text in texts if not isinstance(text, str)]:
             raise DataError(
                 f"{where}: the columns 'input' and 'context' must be strings, not {strange[0]!r:.60}."
@@ -143,7 +144,7 @@ class Conversations(_WithAnswers):
                 raise ConfigError(
                     f"data.{name} has no effect on texts without roles (column 'text'). Remove it."
                 )
-        if asked := [name for name in _ASKED if row.get(name) is not None]:
+        if asked := [name for name in _ASKED if row.get(name) not in (None, "")]:
             raise DataError(
                 f"{where}: the row has a text without roles (column 'text'), but also {', '.join(asked)}. Next step: name "
                 "the columns of prompt and answer with data.prompt_column and data.answer_column, or keep only the text."

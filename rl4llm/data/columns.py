@@ -11,7 +11,7 @@ from typing import Any
 from rl4llm.core.errors import BadRowError, DataError
 from rl4llm.core.message import MEDIA, UNSEEN, is_media, read_arguments
 
-TOOLS, FUNCTIONS, TEMPLATE_ARGS = "tools", "functions", "chat_template_kwargs"
+TOOLS, TEMPLATE_ARGS = "tools", "chat_template_kwargs"
 _PARAMETERS = ("input_schema", "inputSchema")  # what Anthropic and MCP call them
 _LIST = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
 # an array without its commas
@@ -31,8 +31,8 @@ def shown_columns(row: Mapping[str, Any]) -> dict[str, Any]:
                 "sense, or remove the row."
             )
     found: dict[str, Any] = {}
-    if tools := row.get(TOOLS) or row.get(FUNCTIONS):
-        found[TOOLS] = read_tools(tools)
+    if row.get(TOOLS):
+        found[TOOLS] = read_tools(row[TOOLS])
     if row.get(TEMPLATE_ARGS):
         found[TEMPLATE_ARGS] = read_arguments(row[TEMPLATE_ARGS], TEMPLATE_ARGS)
     return found
@@ -145,9 +145,9 @@ def _parameters(value: Any, name: str) -> dict[str, Any]:
 
 def _refused(value: Any) -> DataError:
     return DataError(
-        f"the column {TOOLS!r} or {FUNCTIONS!r} is not a list of schemas: {value!r:.100}. Accepted: a list or its JSON text "
-        "of functions {'name': ..., 'description': ..., 'parameters': ...}, bare or within {'type': 'function', 'function': "
-        "...}. Next step: rename the column if it is something else."
+        f"the column {TOOLS!r} is not a list of schemas: {value!r:.100}. Accepted: a list, or its JSON text, of functions "
+        "{'name': ..., 'description': ..., 'parameters': ...}, bare or within {'type': 'function', 'function': ...}. "
+        "Next step: rename the column if it is something else."
     )
 
 
@@ -168,7 +168,7 @@ def arrow_row(row: Any) -> Any:
     if not isinstance(row, Mapping):
         return row
     return {
-        key: without_nulls(value) if key in (TOOLS, FUNCTIONS, TEMPLATE_ARGS) else _of_messages(value)
+        key: without_nulls(value) if key in (TOOLS, TEMPLATE_ARGS) else _of_messages(value)
         for key, value in row.items()
     }
 

@@ -217,9 +217,7 @@ class RowReader:
 
     def with_system_prompt(self, where: str, row: Mapping[str, Any], messages: Messages) -> Messages:
         """Return messages after the system prompt of the row's column or the configuration; a row has one of them."""
-        columns = [
-            name for name in SYSTEM_COLUMNS if row.get(name) and isinstance(row[name], str | list | tuple)
-        ]
+        columns = [name for name in SYSTEM_COLUMNS if row.get(name) and _is_text(row[name])]
         read = (conversation(where, name, [{"role": "system", "content": row[name]}]) for name in columns)
         own = [message.content for (message,) in read if message.content.strip()]
         found = [message.content for message in messages if message.role == "system"]
@@ -376,3 +374,9 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a text or a list of parts with text."""
+    parts = value if isinstance(value, list | tuple) else [{"text": value}]
+    return all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts)

@@ -53,7 +53,8 @@ def _loss(template: ChatTemplate, messages: Sequence[ChatMessage]) -> str | None
     marks, made = {}, list(messages)
     for number, message in enumerate(messages):
         said, called = probe_name(number), f"{probe_name(number)}Call"
-        if message.content.strip() and not message.parts:
+        # some templates leave out what is said beside a call, as OpenAI's, in which it is a thought
+        if message.content.strip() and not message.parts and not message.tool_calls:
             made[number] = replace(message, content=said)
             marks[said] = f"what message {number + 1}, the {message.role}'s, says"
         if message.role == "assistant" and message.tool_calls:

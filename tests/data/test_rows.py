@@ -138,9 +138,8 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_schemas_are_read_in_the_forms_of_data_sets(form):
-    for column in ("tools", "functions"):  # as OpenAI called it
-        (row,) = load_rows([{"prompt": "Paris?", column: FORMS[form]}])
-        assert row["tools"] == [SCHEMA]
+    (row,) = load_rows([{"prompt": "Paris?", "tools": FORMS[form]}])
+    assert row["tools"] == [SCHEMA]
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]"])
