@@ -59,8 +59,10 @@ UNREADABLE = (
     HFValidationError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
 """What transformers raises for files that are missing, damaged or inconsistent."""
-_COMPUTED = re.compile(r"att(n|ention)\.(masked_)?bias$|causal_mask$|\bmtp")
-"""Masks that files of GPT-J, GPT-Neo and CodeGen hold, and layers that predict several tokens."""
+_COMPUTED = re.compile(
+    r"att(n|ention)\.(masked_)?bias$|causal_mask$|inv_freq$|(cos|sin)_cached$|version$|\bmtp"
+)
+"""What files of older models hold beside weights, such as masks, and layers that predict several tokens."""
 
 
 def load_model(
