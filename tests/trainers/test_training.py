@@ -193,7 +193,10 @@ def test_log_probs_that_an_engine_misstates_warn_at_step_1(model_dir, tmp_path, 
 
 
 def test_a_run_that_diverges_is_called_diverging(model_dir, tmp_path):
-    options = {"model.dtype": "bfloat16", "training": {"lr": 3.0}}
+    def alternating(completions, **columns):  # differs in each group, whatever is left of the policy
+        return [float(number % 2) for number, _ in enumerate(completions)]
+
+    options = {"model.dtype": "bfloat16", "training": {"lr": 3.0}, "reward_functions": [alternating]}
     with pytest.raises(DivergedError, match=r"Training diverges: .* Lower training\.lr"):
         trainer(model_dir, tmp_path, max_steps=4, **options).train()
 
