@@ -42,16 +42,10 @@ wrong path      | eval small.yaml --compare nowhere.json           | --compare n
 wrong path      | grade nowhere.jsonl                              | The dataset 'nowhere.jsonl' does not exist
 wrong path      | export nowhere --out x                           | nowhere is not a run
 wrong path      | view nowhere                                     | 'nowhere' does not exist
-wrong path      | recipe play nowhere.yaml                                | There is no configuration file nowhere.yaml
-wrong path      | recipe play small.yaml --out nowhere/x.jsonl            | nowhere/x.jsonl cannot be written
-not accepted    | recipe play small.yaml --prompt -1                      | --prompt -1 is not accepted
 wrong path      | run nowhere.py                                   | nowhere.py is not a file. Accepted: a Python script
 wrong path      | recipe quickstart --dir small.yaml                      | small.yaml
 wrong path      | import nowhere.yaml                              | The file nowhere.yaml does not exist
 another version | import damaged.yaml                              | damaged.yaml cannot be read
-wrong path      | recipe new small.yaml --write-only                      | small.yaml cannot be written
-wrong path      | recipe new fresh --write-only --data nowhere.jsonl      | The dataset 'nowhere.jsonl' does not exist
-not accepted    | recipe new fresh --write-only --turns 0                 | turns=0 is not accepted. Accepted: 1 or more
 not accepted    | check small.yaml --prompts 4                     | --prompts is not accepted without --task
 wrong path      | serve --model-path ./nowhere --python {python}   | nowhere
 wrong path      | serve env --env nowhere --port 0                 | 'nowhere' is unknown

@@ -42,7 +42,6 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 ROWS_AT_ONCE = 50_000
 RUNS: web.AppKey[Sequence[ViewedRun]] = web.AppKey("runs")
 TOKEN = web.AppKey("token", str)
-START = web.AppKey("start", str)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 HOST = re.compile(rf"({'|'.join(map(re.escape, LOOPBACK))})(:\d{{1,5}})?", re.ASCII | re.IGNORECASE)
 HEADERS = {
@@ -85,19 +84,13 @@ def serve(
 
 def application(runs: Sequence[ViewedRun], token: str = "") -> web.Application:
     """Return the web application; every request needs the token."""
-    app = guarded(token)
+    app = web.Application(middlewares=[_guard])
+    app[TOKEN] = token
+    app.router.add_get("/", _page)
+    app.router.add_get("/page/{name}", _page)
     app[RUNS] = tuple(runs)
     for path, answer in ANSWERS.items():
         app.router.add_get(f"/api/runs{path}", partial(_answered, answer))
-    return app
-
-
-def guarded(token: str, start: str = "index.html") -> web.Application:
-    """Return an application that serves the files of the page, `start` at its root, to whoever has the token."""
-    app = web.Application(middlewares=[_guard])
-    app[TOKEN], app[START] = token, start
-    app.router.add_get("/", _page)
-    app.router.add_get("/page/{name}", _page)
     return app
 
 
@@ -176,7 +169,7 @@ def _cookie(request: web.Request) -> str:
 
 
 async def _page(request: web.Request) -> web.Response:
-    name = request.match_info.get("name", request.app[START])
+    name = request.match_info.get("name", "index.html")
     names = {path.name: path for path in PAGE.iterdir()}
     if name not in names:
         raise LookupError(f"{name} does not exist")

@@ -1,1 +1,0 @@
-"""A person plays an environment in the browser, in the place of the policy."""
