@@ -11,6 +11,7 @@ from rl4llm.extensions.evaluate.scores import (
     difference_score,
     differences,
     graded_by,
+    mean_score,
     pass_at_k,
     problems_of,
     scores,
@@ -85,6 +86,13 @@ def test_the_interval_of_a_difference_adds_two_attempts():
     assert unchanged.high == -unchanged.low == pytest.approx(0.0649, abs=1e-4)
     gains = [0.01 * number for number in range(-10, 20)]  # of very many attempts: the interval of a t-test
     spread = statistics.stdev(gains) / 30**0.5
+    for values, quantile in (
+        ([0.0, 2.0], 12.7062),
+        ([0.0, 1.0, 2.0], 4.30265),
+        ([0.0, 0.0, 2.0, 2.0], 3.18245),
+    ):
+        half = quantile * statistics.stdev(values) / len(values) ** 0.5
+        assert mean_score(values).high == pytest.approx(1 + half, rel=0.008)
     assert difference_score(gains, 1e9).low == pytest.approx(0.045 - 2.04523 * spread, rel=1e-4)
 
 
