@@ -7,7 +7,7 @@ import pytest
 import torch
 from invariance import TABLE, TableBackend, groups, sampled_table, table
 
-from rl4llm.algorithms import ALGORITHMS, GRPO
+from rl4llm.algorithms import ALGORITHMS, GRPO, OnlineDPO
 from rl4llm.core.types import TokenSpan
 from rl4llm.data.pack import Batching
 from rl4llm.trainers.prepare import Preparation
@@ -102,3 +102,22 @@ def test_the_penalty_of_a_forked_episode_counts_all_its_records():
         assert credits == pytest.approx([reward - mean for reward in rewards], abs=1e-5)
     members = [one for group in found for one in group.trajectories]
     assert result.metrics["reward/kl"] == pytest.approx(sum(map(penalty, members)) / len(members), abs=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(aggregation="prompt"), OnlineDPO()])
+def test_two_draws_of_a_prompt_are_two_groups(algorithm):
+    """Each has its share of the loss and its pair, though the prompt and its id are the same."""
+    twice = groups()  # the last one is of the first prompt again
+    apart = [
+        replace(group, prompt_id=str(i), trajectories=tuple(replace(one, prompt_id=str(i)) for one in group.trajectories))
+        for i, group in enumerate(twice)
+    ]  # fmt: skip
+    found = []
+    for drawn in (twice, apart):
+        (update,) = prepared(
+            algorithm, drawn, whole_groups=algorithm.needs().whole_groups, max_tokens_per_batch=10**5
+        ).updates
+        (batch,) = update.batches
+        found.append((batch.group_ids_BT[batch.mask_BT].unique().numel(), batch.weights_BT))
+    assert found[0][0] == found[1][0] == len(twice)
+    torch.testing.assert_close(found[0][1], found[1][1])

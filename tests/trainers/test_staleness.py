@@ -443,6 +443,7 @@ def test_a_token_beyond_the_bound_stops_the_run(trainer, monkeypatch):
     made.trainer.collect = collect_when_all_are_played
     with pytest.raises(StaleWeightsError, match=r"was published and rollout\.max_staleness=1"):
         made.train()
+    assert made.trainer.step == 2  # whose tokens are of version 0, one beyond the bound
 
 
 def test_an_evaluation_has_one_version_while_episodes_play(trainer, tmp_path):
