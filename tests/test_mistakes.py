@@ -86,7 +86,6 @@ rollout.temperature=-1                             | rollout.temperature=-1.0 is
 rollout.max_tokens=0                               | rollout.max_tokens=0 is not accepted: a whole number, 1 or above
 rollout.top_p=2                                    | rollout.top_p=2.0 is not accepted: a finite number, above 0, at most 1
 training.updates_per_rollout=3                     | Use at most one per prompt (2)
-training.max_tokens_per_batch=8                    | max_tokens_per_batch=8
 training.constant_length=0                         | constant_length=0 is not accepted
 rollout.max_failed_share=-3                        | max_failed_share=-3
 algorithm=grpo                                     | algorithm='grpo' is not accepted. Accepted: a mapping of keys

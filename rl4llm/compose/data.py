@@ -276,7 +276,7 @@ def micro_batch_plan(
 ) -> BatchPlan:
     """Plan how prompts x samples become micro-batches, assuming the environment with the longest episodes.
 
-    `played` are environments, each with its renderer and the tokens of a turn. Raises ConfigError if they do not fit.
+    `played` are environments, each with its renderer and the tokens of a turn.
     """
     longest, new_tokens = max((_longest(*each, context_length) for each in played), key=sum)
     return plan_batches(
@@ -284,7 +284,7 @@ def micro_batch_plan(
         samples=config.rollout.group_size,
         max_prompt_tokens=longest,
         max_new_tokens=new_tokens,
-        max_tokens_per_batch=batching.max_tokens_per_batch or batching.budget([longest + new_tokens]),
+        max_tokens_per_batch=batching.budget([longest + new_tokens]),
         layout=config.training.layout,
         updates=config.training.updates_per_rollout,
         roles=max(len(env.trained_roles) for env, _, _ in played),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl4llm.core.errors import ConfigError
 from rl4llm.data.layouts import LAYOUTS, NEVER, Lengths
 
 
@@ -71,16 +70,8 @@ def plan_batches(
     updates: int = 1,
     roles: int = 1,
 ) -> BatchPlan:
-    """Return how prompts x samples x roles become micro-batches if every trajectory is as long as it may be.
-
-    Raises ConfigError if a trajectory would exceed `max_tokens_per_batch`.
-    """
+    """Return how prompts x samples x roles become micro-batches if every trajectory is as long as it may be."""
     longest = max_prompt_tokens + max_new_tokens
-    if longest > max_tokens_per_batch:
-        raise ConfigError(
-            f"training.max_tokens_per_batch={max_tokens_per_batch} is too small: a trajectory has {longest} tokens and "
-            f"cannot be cut. Set it to {longest} or more, or shorten rollout.max_tokens, the number of turns or the prompts."
-        )
     groups = math.ceil(prompts * roles / updates)
     lengths = np.full(groups * samples, longest, np.int64)
     owners = np.repeat(np.arange(groups), samples)

@@ -348,12 +348,6 @@ def test_the_plan_covers_the_longest_trajectories(layout):
     assert sorted(30 * sequences for sequences in planned.sequences) == policy_tokens
 
 
-def test_impossible_batch_sizes_are_refused_before_anything_runs():
-    sizes = {"prompts": 2, "samples": 4, "max_prompt_tokens": 20, "max_new_tokens": 30, "layout": "shared"}
-    with pytest.raises(ConfigError, match="max_tokens_per_batch=49"):
-        plan_batches(**sizes, max_tokens_per_batch=49)
-
-
 def test_dtypes_are_those_the_model_and_the_losses_want():
     (batch,) = packed([trajectory("a", [1], [2]), trajectory("a", [1], [3])], layout="shared")
     for name in ("token_ids_BT", "position_ids_BT", "segment_ids_BT", "previous_BT"):
