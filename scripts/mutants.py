@@ -37,6 +37,7 @@ EVERYTHING = (
     "scale_rewards+whiten+mask_truncated+kl_coef+kl_in+kl_weighted+entropy_coef+old_logprobs"
     "+correction+correction_low+correction_high"
 )
+NO_PASS = "test_invariance.py::test_old_log_probs_of_a_first_update_need_no_pass"
 TEMPERATURE = "test_training.py::test_log_probs_use_the_temperature_of_the_samples"
 STALE = "test_staleness.py::test_publishing_does_not_wait_for_episodes"
 REPEATABLE = "test_staleness.py::test_a_repeatable_run_plays_nothing_across_a_checkpoint"
@@ -53,6 +54,7 @@ ALGORITHMS = _of(
     ("entropy_sign", "policy_gradient.py", "loss_BT - self.entropy_coef", "loss_BT + self.entropy_coef", GOLDEN),
     ("batch_deviation_over_ranks", "policy_gradient.py", "variance = total((rewards_N", "variance = ((rewards_N",
      f"{ARRANGED}[grpo-{EVERYTHING}]"),
+    ("constant_old_log_probs", "policy_gradient.py", "= logprobs_BT.detach()", "= logprobs_BT", NO_PASS),
     ("correction_direction", "correction.py", "(batch.old_logprobs_BT - batch.sampled_logprobs_BT)",
      "(batch.sampled_logprobs_BT - batch.old_logprobs_BT)", GOLDEN),
     ("correction_bound", "correction.py", "(judged_BT >= low) & (judged_BT <= high)", "judged_BT <= high", GOLDEN),
@@ -101,6 +103,9 @@ TRAINERS = _of(
      TEMPERATURE),
     ("temperature_of_old_log_probs", "prepare.py", "self._numbers(self.policy, batch) if needs",
      "self.policy.forward(batch) if needs", TEMPERATURE),
+    ("old_log_probs_before_all_updates", "prepare.py", "len(packed[0].batches) if later", "len(batches) if later",
+     f"../algorithms/{NO_PASS}"),
+    ("old_log_probs_before_all_epochs", "prepare.py", "and self.batching.epochs == 1", "", f"../algorithms/{NO_PASS}"),
     ("draws_are_groups", "prepare.py", "replace(one, draw=draw)", "replace(one, draw=0)",
      "test_prepare.py::test_two_draws_of_a_prompt_are_two_groups"),
     ("zero_credits_under_kl", "prepare.py", "every_token or any(", "any(",

@@ -92,6 +92,7 @@ class PolicyGradient(BaseAlgorithm):
             else None,
             old_logprobs=self.old_logprobs == "recomputed",
             newest=self.old_logprobs == "recomputed" and self.correction is None,
+            old_in_losses=all(getattr(type(self), name) is method for name, method in READERS.items()),
             rewards=(self.filter_groups_by,) if self.filter_groups_by is not None else (),
         )
 
@@ -140,12 +141,6 @@ class PolicyGradient(BaseAlgorithm):
             batch.advantages_BT = self.advantages(batch)
         if self.whiten:
             whiten(batches, total)
-        # every surrogate is proportional to a positive factor of the advantage
-        if self.correction is not None:
-            weights_of = load("rl4llm.algorithms.correction:correction_weights")
-            bounds = self.correction, self.correction_low, self.correction_high
-            for batch in batches:
-                batch.advantages_BT = batch.advantages_BT * weights_of(batch, *bounds)
 
     def advantages(self, batch: TrainBatch) -> Tensor:
         """Return the advantage of each token (B, T)."""
@@ -154,7 +149,12 @@ class PolicyGradient(BaseAlgorithm):
     def token_losses(
         self, batch: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None
     ) -> tuple[Tensor, TokenMetrics]:
+        if "old_logprobs_BT" not in batch.later:  # see `Needs.old_in_losses`
+            batch.old_logprobs_BT = logprobs_BT.detach()
         loss_BT, metrics = self.surrogate(batch, logprobs_BT)
+        if self.correction is not None:
+            weights_of = load("rl4llm.algorithms.correction:correction_weights")
+            loss_BT = loss_BT * weights_of(batch, self.correction, self.correction_low, self.correction_high)
         ratio_BT = (logprobs_BT - batch.old_logprobs_BT).exp()
         metrics = {"policy_loss": loss_BT, "ratio/mean": ratio_BT, "ratio/max": ratio_BT, **metrics}
         if self.kl_coef > 0:
@@ -231,3 +231,7 @@ class PolicyGradient(BaseAlgorithm):
                 f"algorithm.correction_low={self.correction_low} must be below "
                 f"algorithm.correction_high={self.correction_high}."
             )
+
+
+READERS = {name: getattr(PolicyGradient, name) for name in ("assign", "advantages", "token_losses")}
+"""Methods that read no old log-probs before `surrogate`; those of a subclass may."""

@@ -56,6 +56,8 @@ class Needs:
     reward_kl: tuple[float, KLEstimator] | None = None
     old_logprobs: bool = False  # computed by the trainer, else those of the engine
     newest: bool = False  # samples must be of the newest weights: the losses weigh no others
+    # only `token_losses` reads them, and takes its own, detached, in the first update, where they are not set: no pass
+    old_in_losses: bool = False
     critic: Critic | None = None
     value_head: bool = False  # the model that trains gives values instead of log-probs
     mismatched: bool = False  # `TrainBatch.divergence`, estimated on answers to other prompts

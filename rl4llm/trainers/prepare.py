@@ -56,14 +56,17 @@ class Preparation:
         ]
         if needs.reward_kl is not None:
             groups, metrics["reward/kl"] = self._with_kl_in_reward(groups, *needs.reward_kl)
-        credits = [_plain(credits) for credits in self.algorithm.batch_credits(groups, self.ranks.total)]
+        credits = list(map(_plain, self.algorithm.batch_credits(groups, self.ranks.total)))
         packed = self._packed(groups, credits)
         divergence = self._divergence(groups) if needs.mismatched else None
         batches = [batch for update in packed for batch in update.batches]
-        for batch in batches:
+        # The forward of the first update gives the log-probs before it.
+        later = needs.old_logprobs and needs.old_in_losses and self.batching.epochs == 1
+        for batch in batches[len(packed[0].batches) if later else 0 :]:
             batch.old_logprobs_BT = (
                 self._numbers(self.policy, batch) if needs.old_logprobs else batch.sampled_logprobs_BT
             )
+        for batch in batches:
             if needs.old_entropy:
                 batch.old_entropy_BT = self._entropy(batch)
             if needs.reference:

@@ -1,5 +1,6 @@
 """Neither layout nor micro-batches nor order nor ranks nor the environment's words change a loss or its gradient."""
 
+import copy
 from dataclasses import dataclass, replace
 
 import pytest
@@ -175,6 +176,44 @@ def of_the_model(found):
         )
         for group in found
     ]
+
+
+class Counted(TorchBackend):
+    passes = 0
+
+    def forward(self, batch, *, temperature=1.0):
+        self.passes += 1
+        return super().forward(batch, temperature=temperature)
+
+
+@pytest.mark.parametrize(("epochs", "updates"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("correction", ["tis", "geometric_icepop"])
+def test_old_log_probs_of_a_first_update_need_no_pass(model, correction, epochs, updates):
+    """The weights after all updates are those with a pass, in small micro-batches; the first of several needs none."""
+
+    def trained(algorithm):
+        policy = Counted(copy.deepcopy(model), lr=1e-3)
+        batching = Batching("packed", "token", 0, 64, 64, epochs=epochs, updates_per_rollout=updates)
+        preparation = Preparation(algorithm=algorithm, policy=policy, batching=batching)
+        made, grads = preparation.prepare(of_the_model(groups()), step=0).updates, []
+        for update in made:
+            for batch in update.batches:
+                policy.forward_backward(batch, algorithm.token_losses)
+            grads += [parameter.grad.clone() for parameter in policy.model.parameters()]
+            policy.optim_step()
+        return grads, policy.passes, [len(update.batches) for update in made]
+
+    @dataclass(slots=True)
+    class Before(GRPO):
+        def needs(self):
+            return replace(GRPO.needs(self), old_in_losses=False)
+
+    options = {"old_logprobs": "recomputed", "correction": correction, "correction_low": 0.0}
+    (expected, most, sizes), (found, passes, _) = trained(Before(**options)), trained(GRPO(**options))
+    assert max(tensor.abs().max() for tensor in expected) > 3e-4
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    assert most == sum(sizes[:updates]) and sizes[0] > 1
+    assert passes == (0 if updates == 1 else sizes[1]) if epochs == 1 else most
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "gmpo", "gigpo"])

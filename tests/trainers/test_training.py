@@ -166,7 +166,16 @@ def test_on_the_policy_the_ratio_is_one(model_dir, tmp_path):
 def test_log_probs_use_the_temperature_of_the_samples(model_dir, tmp_path, old_logprobs, temperature):
     """Log-probs of the update, the old ones and the reference's all equal those that the engine sampled with."""
     algorithm = {"name": "dapo", "resampling_rounds": 0, "kl_coef": 0.1, "old_logprobs": old_logprobs}
-    options = {"algorithm": algorithm, "rollout.temperature": temperature, "max_steps": 1}
+    training = {
+        "lr": 0.0,
+        "epochs": 2,
+    }  # several updates recompute before the first, and weights stay as they are
+    options = {
+        "algorithm": algorithm,
+        "rollout.temperature": temperature,
+        "max_steps": 1,
+        "training": training,
+    }
     trainer(model_dir, tmp_path, kind=DAPOTrainer, **options).train()
     (row,) = metrics(tmp_path)
     assert row["ratio/mean"] == pytest.approx(1, abs=1e-5)
