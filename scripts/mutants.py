@@ -37,6 +37,7 @@ EVERYTHING = (
     "scale_rewards+whiten+mask_truncated+kl_coef+kl_in+kl_weighted+entropy_coef+old_logprobs"
     "+correction+correction_low+correction_high"
 )
+OFF_POLICY = "test_off_policy.py::test"
 NO_PASS = "test_invariance.py::test_old_log_probs_of_a_first_update_need_no_pass"
 TEMPERATURE = "test_training.py::test_log_probs_use_the_temperature_of_the_samples"
 STALE = "test_staleness.py::test_publishing_does_not_wait_for_episodes"
@@ -54,6 +55,10 @@ ALGORITHMS = _of(
     ("entropy_sign", "policy_gradient.py", "loss_BT - self.entropy_coef", "loss_BT + self.entropy_coef", GOLDEN),
     ("batch_deviation_over_ranks", "policy_gradient.py", "variance = total((rewards_N", "variance = ((rewards_N",
      f"{ARRANGED}[grpo-{EVERYTHING}]"),
+    ("weight_of_a_penalty", "policy_gradient.py", "(logprobs_BT - batch.sampled_logprobs_BT).exp()",
+     "(logprobs_BT - batch.old_logprobs_BT).exp()", f"{OFF_POLICY}_a_weighted_penalty_is_unbiased"),
+    ("gradient_of_a_weighted_penalty", "policy_gradient.py", "penalty_BT = kl(logprobs", "penalty_BT = kl_loss(logprobs",
+     f"{OFF_POLICY}_a_weighted_penalty_is_unbiased"),
     ("constant_old_log_probs", "policy_gradient.py", "= logprobs_BT.detach()", "= logprobs_BT", NO_PASS),
     ("correction_direction", "correction.py", "(batch.old_logprobs_BT - batch.sampled_logprobs_BT)",
      "(batch.sampled_logprobs_BT - batch.old_logprobs_BT)", GOLDEN),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rl4llm.algorithms.functional import differ, group_advantages, kl_loss
+from rl4llm.algorithms.functional import differ, group_advantages, kl, kl_loss
 from rl4llm.algorithms.returns import turn_returns, whiten
 from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator, Needs, Total
 from rl4llm.core.base_backend import TokenMetrics
@@ -43,7 +43,7 @@ class PolicyGradient(BaseAlgorithm):
         kl_estimator: "k1", "k2", "k3" or "k3+", see `rl4llm.algorithms.functional.kl_loss`.
         kl_in: "loss" adds the penalty to each token's loss, "reward" subtracts it from the reward.
         kl_weighted: multiply a penalty in the loss by the ratio to the sampling policy, which makes it and its gradient
-            unbiased off-policy (DeepSeek-V3.2).
+            unbiased off-policy (DeepSeek-V3.2), whatever `old_logprobs` and `correction` are.
         kl_target, kl_horizon: with a target the coefficient follows the measured KL: each optimizer step multiplies it by
             1 + error / horizon, with the relative error clipped to 0.2 (Ziegler et al. 2019, section 2.2).
         reference_every: every this many steps the policy becomes the reference; 0 disables it.
@@ -160,7 +160,10 @@ class PolicyGradient(BaseAlgorithm):
         if self.kl_coef > 0:
             metrics["kl"] = kl_loss(logprobs_BT, batch.ref_logprobs_BT, self.kl_estimator)
             if self.kl_in == "loss":
-                penalty_BT = metrics["kl"] * ratio_BT if self.kl_weighted else metrics["kl"]
+                penalty_BT = metrics["kl"]
+                if self.kl_weighted:  # the ratio has the gradient that `kl_loss` gives to k1 and k3+
+                    penalty_BT = kl(logprobs_BT, batch.ref_logprobs_BT, self.kl_estimator)
+                    penalty_BT = penalty_BT * (logprobs_BT - batch.sampled_logprobs_BT).exp()
                 loss_BT = loss_BT + self.kl_coef * self._kl_factor * penalty_BT
         if entropy_BT is not None:
             metrics["entropy"] = entropy_BT

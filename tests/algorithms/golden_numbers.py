@@ -288,6 +288,8 @@ def loss(
 ) -> Found:
     algorithm = make(method, **options)
     trajectories, batches = given(name, algorithm.aggregation, key, layout, constant_length)
+    for batch in batches if options.get("kl_weighted") else ():
+        batch.sampled_logprobs_BT = batch.old_logprobs_BT  # the reference has no other sampler
     if method not in LOSSES_ALONE:
         algorithm.assign(batches, own)
     logprobs_N = trajectories.flat("new_logprobs").requires_grad_()

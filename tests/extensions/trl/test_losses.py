@@ -75,6 +75,7 @@ def ours(arguments, new, old, ref):
     places = [(batch.token_ids_BT - 100).clamp(min=0) for batch in batches]
     for batch, place in zip(batches, places, strict=True):
         batch.old_logprobs_BT, batch.ref_logprobs_BT = old[place], ref[place]
+        batch.sampled_logprobs_BT = batch.old_logprobs_BT
     algorithm.assign(batches, lambda tensor: tensor)
     losses = [
         algorithm.token_losses(batch, new[place], None)[0]

@@ -1,0 +1,58 @@
+"""What samples of older weights teach, against exact sums over all actions of a policy with one token."""
+
+import pytest
+import torch
+
+from rl4llm.algorithms import GRPO
+from rl4llm.core.types import TrainBatch
+
+POLICY, BEFORE, SAMPLER, OTHER = (
+    torch.tensor(logits, dtype=torch.float64).log_softmax(0)
+    for logits in ([1.0, 0.0, -1.0], [0.8, 0.1, -0.9], [-1.0, 1.0, 0.5], [0.2, 0.1, 0.0])
+)
+SAMPLED = {"old_logprobs": "sampled"}
+RECOMPUTED = [
+    {"old_logprobs": "recomputed", "correction": name} for name in ("is", "tis", "token_mask", "sequence_tis")
+]
+
+
+def gradient(algorithm, policy, sampler, actions, weights, before=None, ref=None, credits=None):
+    """Return loss and gradient of the policy's logits; each action is a trajectory of one token.
+
+    `before` is the policy before the updates of the rollout, by default the same policy.
+    """
+    logits = policy.clone().requires_grad_()
+    logprobs_BT = logits.log_softmax(0)[actions][None]
+    segments_BT = torch.arange(1, len(actions) + 1)[None]
+    zeros_BT = torch.zeros(1, len(actions), dtype=torch.float64)
+    batch = TrainBatch(
+        actions[None], segments_BT * 0, segments_BT, segments_BT > 0, sampler[actions][None], zeros_BT, weights[None]
+    )  # fmt: skip
+    if credits is not None:
+        batch.credits_BT = credits[None]
+    if algorithm.old_logprobs == "sampled":
+        batch.old_logprobs_BT = batch.sampled_logprobs_BT
+    elif before is not None:
+        batch.old_logprobs_BT = before[actions][None]
+    if ref is not None:
+        batch.ref_logprobs_BT = ref[actions][None]
+    algorithm.assign([batch], lambda tensor: tensor)
+    loss = (algorithm.token_losses(batch, logprobs_BT, None)[0] * batch.weights_BT).sum()
+    return loss.item(), torch.autograd.grad(loss, logits)[0]
+
+
+def divergence(policy, other):
+    """Return KL(policy || other) and its gradient by the policy's logits."""
+    logits = policy.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    value = (logprobs.exp() * (logprobs - other)).sum()
+    return value.item(), torch.autograd.grad(value, logits)[0]
+
+
+@pytest.mark.parametrize("before", [None, BEFORE], ids=["first", "later"])
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k3+"])
+@pytest.mark.parametrize("options", [SAMPLED, *RECOMPUTED], ids=lambda one: one.get("correction", "sampled"))
+def test_a_weighted_penalty_is_unbiased(options, estimator, before):
+    algorithm = GRPO(kl_coef=1.0, kl_weighted=True, kl_estimator=estimator, **options)
+    found = gradient(algorithm, POLICY, SAMPLER, torch.arange(3), SAMPLER.exp(), before, OTHER)
+    torch.testing.assert_close(found, divergence(POLICY, OTHER))
