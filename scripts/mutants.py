@@ -59,6 +59,8 @@ ALGORITHMS = _of(
      "(logprobs_BT - batch.old_logprobs_BT).exp()", f"{OFF_POLICY}_a_weighted_penalty_is_unbiased"),
     ("gradient_of_a_weighted_penalty", "policy_gradient.py", "penalty_BT = kl(logprobs", "penalty_BT = kl_loss(logprobs",
      f"{OFF_POLICY}_a_weighted_penalty_is_unbiased"),
+    ("student_of_an_update", "distill.py", "logprobs_BT.detach() - batch.ref", "batch.old_logprobs_BT - batch.ref",
+     f"{OFF_POLICY}_distillation_follows_the_divergence_from_the_teacher"),
     ("constant_old_log_probs", "policy_gradient.py", "= logprobs_BT.detach()", "= logprobs_BT", NO_PASS),
     ("correction_direction", "correction.py", "(batch.old_logprobs_BT - batch.sampled_logprobs_BT)",
      "(batch.sampled_logprobs_BT - batch.old_logprobs_BT)", GOLDEN),

@@ -19,7 +19,8 @@ from rl4llm.core.types import Group, TrainBatch
 class Distill(GRPO):
     """A token's advantage is log(teacher / student): the policy gradient of the reverse KL, one number per token.
 
-    The environment's rewards are logged; with `reward_coef` above 0 they also train.
+    The student is the policy of each update, not the one that sampled. The environment's rewards are logged; with
+    `reward_coef` above 0 they also train.
 
     Options:
         teacher_path: directory or hub name of the teacher, which must have the same tokenizer.
@@ -30,17 +31,17 @@ class Distill(GRPO):
     reward_coef: NonNegative = 0.0
     aggregation: str = "token"
     compares: ClassVar[bool] = False
+    whiten: ClassVar[bool] = False  # type: ignore[misc]  # each update makes advantages, batch by batch
 
     def needs(self) -> Needs:
         return replace(GRPO.needs(self), every_token=True, reference=True, reference_path=self.teacher_path)
 
-    def advantages(self, batch: TrainBatch) -> Tensor:
-        teacher_BT = (batch.ref_logprobs_BT - batch.old_logprobs_BT) * batch.mask_BT
-        return teacher_BT + self.reward_coef * batch.credits_BT
-
     def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
+        # The student of this update: an older one that sampled would be compared with the teacher in its place.
+        teacher_kl_BT = logprobs_BT.detach() - batch.ref_logprobs_BT
+        batch.advantages_BT = (self.reward_coef * batch.credits_BT - teacher_kl_BT) * batch.mask_BT
         loss_BT, metrics = GRPO.surrogate(self, batch, logprobs_BT)
-        return loss_BT, metrics | {"teacher_kl": batch.old_logprobs_BT - batch.ref_logprobs_BT}
+        return loss_BT, metrics | {"teacher_kl": teacher_kl_BT}
 
     def credits(self, group: Group) -> Tensor:
         return GRPO.credits(self, group) * (self.reward_coef > 0)

@@ -424,7 +424,7 @@ HIGHER = {**TOKEN, "clip_low": 0.2, "clip_high": 0.28, "old_logprobs": "recomput
 NARROW = {"clip_low": 0.05, "clip_high": 0.08}
 CLIPS_LIKE_PPO = (
     "dapo", "dr_grpo", "explore_grpo", "gigpo", "grpo", "ppo", "reinforce_pp",
-    "reinforce_pp_baseline", "remax", "rloo", "distill", "vapo",
+    "reinforce_pp_baseline", "remax", "rloo", "vapo",
 )  # fmt: skip
 PLAIN = {
     "explore_grpo": {"correction": None},
@@ -434,7 +434,7 @@ PLAIN = {
     "vapo": {**NO_WHITENING, "nll_coef": 0.0},
 }
 """Options that leave nothing but the clipped surrogate of given advantages."""
-LOSSES_ALONE = ("ppo", "vapo", "reinforce_pp", "distill")
+LOSSES_ALONE = ("ppo", "vapo", "reinforce_pp")
 """Their advantages are more than given credits, so a loss of given advantages goes without their `assign`."""
 
 

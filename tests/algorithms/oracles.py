@@ -282,13 +282,17 @@ def explore_correction() -> float:
 
 
 def distillation() -> float:
-    """Compare with the log-ratio to the teacher at each token, plus GRPO's credit."""
-    batch, wanted = assigned(Distill(teacher_path="t", reward_coef=0.5)), {}
+    """Compare with the log-ratio of teacher and present student at each token, plus GRPO's credit."""
+    algorithm = Distill(teacher_path="t", reward_coef=0.5)
+    batch, wanted = assigned(algorithm), {}
     for group in GROUPS:
         credits = compared([one.reward for one in group.trajectories])
         for one, credit in zip(group.trajectories, credits, strict=True):
-            wanted |= {token: (REF[token] - OLD[token]).item() + 0.5 * credit for token in ids(one)}
-    return distance(batch.advantages_BT, batch, wanted)
+            wanted |= {
+                token: clipped(token, (REF[token] - NEW[token]).item() + 0.5 * credit, 0.2, 0.2)
+                for token in ids(one)
+            }
+    return distance(losses(algorithm, batch), batch, wanted)
 
 
 def batch_scale() -> float:

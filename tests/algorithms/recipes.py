@@ -35,7 +35,10 @@ RECIPES: dict[str, Recipe] = {
     },
     "distill": Recipe(
         options={"teacher_path": teacher},
-        invariance=({"teacher_path": "t", "reward_coef": 0.5}, {"teacher_path": "t", "whiten": True}),
+        invariance=(
+            {"teacher_path": "t", "reward_coef": 0.5},
+            {"teacher_path": "t", "old_logprobs": "recomputed"},
+        ),
     ),
     "explore_grpo": Recipe(invariance=SHARED),
     "gigpo": Recipe(invariance=SHARED),

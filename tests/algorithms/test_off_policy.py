@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl4llm.algorithms import GRPO
+from rl4llm.algorithms import GRPO, Distill
 from rl4llm.core.types import TrainBatch
 
 POLICY, BEFORE, SAMPLER, OTHER = (
@@ -14,6 +14,7 @@ SAMPLED = {"old_logprobs": "sampled"}
 RECOMPUTED = [
     {"old_logprobs": "recomputed", "correction": name} for name in ("is", "tis", "token_mask", "sequence_tis")
 ]
+WIDE = {"clip_low": 0.99, "clip_high": 99.0}
 
 
 def gradient(algorithm, policy, sampler, actions, weights, before=None, ref=None, credits=None):
@@ -56,3 +57,13 @@ def test_a_weighted_penalty_is_unbiased(options, estimator, before):
     algorithm = GRPO(kl_coef=1.0, kl_weighted=True, kl_estimator=estimator, **options)
     found = gradient(algorithm, POLICY, SAMPLER, torch.arange(3), SAMPLER.exp(), before, OTHER)
     torch.testing.assert_close(found, divergence(POLICY, OTHER))
+
+
+@pytest.mark.parametrize("before", [None, BEFORE], ids=["first", "later"])
+@pytest.mark.parametrize("teacher", [POLICY, OTHER], ids=["equal", "other"])
+@pytest.mark.parametrize("options", [SAMPLED, RECOMPUTED[0]], ids=["sampled", "recomputed"])
+def test_distillation_follows_the_divergence_from_the_teacher(options, teacher, before):
+    """A student like its teacher has nothing to learn, however old its samples are."""
+    algorithm = Distill(teacher_path="t", **WIDE, **options)
+    _, found = gradient(algorithm, POLICY, SAMPLER, torch.arange(3), SAMPLER.exp(), before, teacher)
+    torch.testing.assert_close(found, divergence(POLICY, teacher)[1], atol=1e-12, rtol=0)
