@@ -130,6 +130,8 @@ TRAINERS = _of(
      "test_training.py::test_tokens_of_weights_that_were_not_published_stop_the_run"),
     ("one_version_too_old", "rl.py", "max(0, self.step - self.staleness.limit)", "self.step - self.staleness.limit - 1",
      "test_staleness.py::test_a_token_beyond_the_bound_stops_the_run"),
+    ("clip_of_a_first_update", "rl.py", 'if not step.moved and "clip', 'if "clip',
+     "test_training.py::test_an_episodes_record_has_the_trainers_numbers"),
     ("bound_of_staleness", "rl.py", "self.staleness.limit + 1,", "self.staleness.limit + 2,",
      "test_staleness.py::test_every_prompt_trains_once_and_within_the_bound"),
     ("publish_waits_for_nothing", "rl.py", "if self.staleness.repeatable:", "if self.staleness.limit:", STALE),

@@ -31,6 +31,7 @@ MOST = 0.5  # of the attempts in one of several environments, or of the calls of
 FEW_CALLS = 16  # of a step, of all tools together; fewer tell less of a policy that is learning to call
 LATE = 0.02  # of the attempts of a step; rollout.max_failed_share stops a run at 0.1 by default
 BOTH_WAIT = 0.25  # of a step
+CLIPPED = 0.05  # of the tokens of a first update, where ratios should be 1
 REFUSED = 0.05  # of the answers of a step
 _REFUSED = re.compile("(?:.*/)?model_faults/.+/refused")
 _RAISED = re.compile("((?:.*/)?tool/(.+))/raised/(.+)")
@@ -179,6 +180,11 @@ def both_wait(row: Row, first: Sequence[Row]) -> str | None:
     return f"the trainer waits for episodes {waits:.0%} of a step, and servers have no request {idle:.0%} of the time"
 
 
+def clipped_first(row: Row, first: Sequence[Row]) -> str | None:
+    share = _number(row, "clip_fraction/first", below=0.0)
+    return f"{share:.0%} of the tokens are clipped in the first updates of steps" if share > CLIPPED else None
+
+
 RULES = (
     Rule(
         "constant reward",
@@ -209,6 +215,13 @@ RULES = (
         growing_mismatch,
         "Training on samples of another distribution biases every step.",
         "model.dtype and the engine's, its kernels and quantization, sync; mismatch.stop_above stops a run on it",
+    ),
+    Rule(
+        "clipped first updates",
+        "clip_fraction/first",
+        clipped_first,
+        "The clip is relative to log-probs of the engine, of older weights or other numerics, and removes the gradient.",
+        "algorithm.old_logprobs=recomputed with algorithm.correction=tis, rollout.max_staleness, and the engine's dtype",
     ),
     Rule(
         "no gradient",

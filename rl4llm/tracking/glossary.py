@@ -64,6 +64,8 @@ ratio/mean | Mean ratio of new to old probabilities of the sampled tokens. | rat
 ratio/max | Largest ratio of new to old probability of a sampled token. | ratio |
 clip_fraction | Share of the policy's tokens whose ratio was clipped. | share of tokens | 0 with one update per
   rollout
+clip_fraction/first | The same in the first update of each step, where ratios should be 1. | share of tokens | 0; an
+  alert begins above 0.05
 entropy | Mean entropy of the policy's next-token distribution; entropy_coef enables it. | nats | above 5 % of its
   first values
 surprise | Mean negative log-prob of sampled tokens; at temperature 1 it estimates the entropy. | nats per token |

@@ -148,6 +148,8 @@ class RLTrainer(BaseTrainer[RLStep]):
             if canary and not self._warned and (warning := mismatch_warning(metrics, canary.bound)):
                 self._warned = True
                 self.warn(f"Step {self.step + 1}: {warning}")
+            if not step.moved and "clip_fraction" in metrics:
+                metrics["clip_fraction/first"] = metrics["clip_fraction"]
             step.moved = step.moved or bool(update.batches)
         self.algorithm.after_step(metrics | step.counts)
         return metrics

@@ -39,6 +39,7 @@ SICK = {
     "everything truncated": {"truncated": 1.0},
     "entropy collapse": {"surprise": 0.01, "accuracy": 0.2},
     "growing mismatch": {"mismatch/mean": 0.05},
+    "clipped first updates": {"clip_fraction/first": 0.17},
     "no gradient": {"grad_norm": 0.0},
     "failing part": {"part/web/failures": 6.0, "part/web/trajectories": 2.0, "part/sums/trajectories": 120.0},
     "broken tool": {"tool/sql/calls": 40.0, "tool/sql/raised/NameError at sql.py:9": 36.0},

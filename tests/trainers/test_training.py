@@ -151,6 +151,7 @@ def test_an_episodes_record_has_the_trainers_numbers(model_dir, tmp_path):
     rows = [row for step in (1, 2) for row in read_jsonl(tmp_path / "episodes" / f"step-{step:06d}.jsonl")]
     clipped = any(span.get("clipped") for row in rows for span in row["spans"])
     assert clipped == (max(row["clip_fraction"] for row in log) > 0)
+    assert clipped and not any(row["clip_fraction/first"] for row in log)
 
 
 def test_on_the_policy_the_ratio_is_one(model_dir, tmp_path):
