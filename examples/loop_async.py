@@ -22,7 +22,8 @@ from rl4llm.extensions.servers.sync.store import WeightStore
 
 def loop(model, url, rows, steps, staleness=1, group_size=16, deterministic=False):
     """Train the model of a directory with GRPO, and have the server sample meanwhile."""
-    tokenizer, algorithm = rl.load_tokenizer(model), rl.GRPO()
+    tokenizer = rl.load_tokenizer(model)
+    algorithm = rl.GRPO(**(rl.GRPO.stale_options({}) if staleness else {}))  # for samples of older weights
     backend = rl.TorchBackend(rl.load_model(model), lr=3e-3)
     client = EmbeddedClient(url, tokenizer, vocab_size=backend.model.config.vocab_size, context_length=512)
     store = WeightStore(tempfile.mkdtemp(prefix="rl4llm-weights-"))

@@ -61,6 +61,8 @@ ALGORITHMS = _of(
      f"{OFF_POLICY}_a_weighted_penalty_is_unbiased"),
     ("student_of_an_update", "distill.py", "logprobs_BT.detach() - batch.ref", "batch.old_logprobs_BT - batch.ref",
      f"{OFF_POLICY}_distillation_follows_the_divergence_from_the_teacher"),
+    ("options_for_old_samples", "policy_gradient.py", 'return {"old_logprobs"', 'return {} and {"old_logprobs"',
+     f"{OFF_POLICY}_old_samples_move_the_right_answer_up"),
     ("constant_old_log_probs", "policy_gradient.py", "= logprobs_BT.detach()", "= logprobs_BT", NO_PASS),
     ("correction_direction", "correction.py", "(batch.old_logprobs_BT - batch.sampled_logprobs_BT)",
      "(batch.sampled_logprobs_BT - batch.old_logprobs_BT)", GOLDEN),

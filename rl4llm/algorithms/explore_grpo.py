@@ -16,7 +16,8 @@ class ExploreGRPO(GRPO):
     """Draw sample i of a prompt at the i-th temperature and top-p; both lists repeat from the beginning.
 
     The policy that learns is still the one at `rollout.temperature`. Truncated importance sampling (`correction`) weighs
-    what a hotter policy sampled; without it the step would be biased towards unlikely tokens.
+    what a hotter policy sampled; without it the step would be biased towards unlikely tokens. It does not weigh top-p:
+    recorded log-probs are those before the filter, so the step is biased towards tokens that the filter keeps.
 
     Options:
         temperatures: one per sample, repeated. 0 is refused: a greedy sample has no distribution to correct for.
@@ -38,11 +39,7 @@ class ExploreGRPO(GRPO):
 
     def check(self, group_size: int) -> None:
         GRPO.check(self, group_size)
-        if not self.temperatures and not self.top_ps:
-            raise ConfigError(
-                "algorithm.temperatures and algorithm.top_ps are both empty. Set one of them, or use grpo."
-            )
-        if self.correction is None:
+        if self.correction is None and self.temperatures:
             raise ConfigError(
                 "algorithm.correction=null is not accepted with ladders of temperatures. Use 'tis'."
             )

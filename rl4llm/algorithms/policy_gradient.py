@@ -49,9 +49,11 @@ class PolicyGradient(BaseAlgorithm):
         reference_every: every this many steps the policy becomes the reference; 0 disables it.
         entropy_coef: coefficient of the bonus for the entropy of the next-token distribution; 0 does not compute it.
         old_logprobs: log-probs of the ratio's denominator: "sampled" by the engine, or "recomputed" by the trainer before
-            the first update.
+            the first update. Under `rollout.max_staleness` they are recomputed by default: a clip around the weights that
+            sampled has no gradient for what the policy has learned since.
         correction, correction_low, correction_high: weights for engines that disagree with the trainer, see
-            `rl4llm.algorithms.correction`; they need recomputed old log-probs (decoupled PPO, Hilton et al. 2022).
+            `rl4llm.algorithms.correction`; they need recomputed old log-probs (decoupled PPO, Hilton et al. 2022). Under
+            `rollout.max_staleness` the default is "tis" up to 1.5.
         aggregation: "token", "sequence", "prompt" or "constant", see `rl4llm.data.pack`.
     """
 
@@ -91,10 +93,15 @@ class PolicyGradient(BaseAlgorithm):
             if self.kl_coef > 0 and not kl_in_loss
             else None,
             old_logprobs=self.old_logprobs == "recomputed",
-            newest=self.old_logprobs == "recomputed" and self.correction is None,
             old_in_losses=all(getattr(type(self), name) is method for name, method in READERS.items()),
             rewards=(self.filter_groups_by,) if self.filter_groups_by is not None else (),
         )
+
+    @classmethod
+    def stale_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        if options.get("old_logprobs") == "sampled" or "correction" in options:
+            return {}
+        return {"old_logprobs": "recomputed", "correction": "tis", "correction_high": 1.5}
 
     def keep(self, group: Group) -> bool:
         if not self.filter_groups:

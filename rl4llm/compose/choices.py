@@ -80,7 +80,7 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
         # Hosts have their own environments and rewards.
         hosted = part.env.get("remote") or config.launch.env_hosts
         in_part(name, *((check_values, "env", EnvKeys, part.env) if hosted else (_check_part, part, given)))
-    check_sync(config, needs)
+    check_sync(config)
     check_engine(config)
     if "lora" in (config.sync.name, config.sync.fallback):
         check_adapter_alone(config)

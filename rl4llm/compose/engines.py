@@ -16,7 +16,6 @@ from rl4llm.backends.models import empty_model
 from rl4llm.compose.models import vision_of
 from rl4llm.compose.setup import Setup
 from rl4llm.config import Config
-from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient, BasePublisher
 from rl4llm.core.errors import ConfigError, EngineError, RL4LLMError
@@ -155,7 +154,7 @@ def build_canary(setup: Setup, client: BaseClient) -> Canary:
     return Canary(client.vocab_size, dtype=setup.machine.computed, tolerance=exact, image=image)
 
 
-def check_sync(config: Config, needs: Needs) -> None:
+def check_sync(config: Config) -> None:
     """Raise ConfigError for publishers that do not fit the engine or each other; contact no server."""
     engine = ENGINES[config.inference["name"]]
     for key, name in (("sync.name", config.sync.name), ("sync.fallback", config.sync.fallback)):
@@ -169,7 +168,7 @@ def check_sync(config: Config, needs: Needs) -> None:
             )
     _check_features(config, engine)
     if config.rollout.max_staleness:
-        _check_staleness(config, engine, needs)
+        _check_staleness(config, engine)
     if config.inference.get("cohost") and (
         config.sync.name not in ("auto", "filesystem") or config.sync.fallback
     ):
@@ -188,8 +187,8 @@ def check_sync(config: Config, needs: Needs) -> None:
         )
 
 
-def _check_staleness(config: Config, engine: type[BaseClient], needs: Needs) -> None:
-    """Raise ConfigError if the engine cannot sample while the trainer trains, or the algorithm needs the newest weights."""
+def _check_staleness(config: Config, engine: type[BaseClient]) -> None:
+    """Raise ConfigError if the engine cannot sample while the trainer trains."""
     what = f"inference.name={config.inference['name']!r}" if not engine.is_server else None
     what = "inference.cohost=true" if config.inference.get("cohost") else what
     key = f"rollout.max_staleness={config.rollout.max_staleness}"
@@ -197,11 +196,6 @@ def _check_staleness(config: Config, engine: type[BaseClient], needs: Needs) -> 
         servers = " or ".join(name for name in ENGINES if ENGINES[name].is_server)
         raise ConfigError(
             f"{key} cannot be combined with {what}: it needs servers on separate devices, {servers}."
-        )
-    if needs.newest:
-        raise ConfigError(
-            f"{key} trains samples of older weights, and algorithm.old_logprobs=recomputed alone does not correct for that. "
-            "Set algorithm.correction too, e.g. to tis, or use old_logprobs=sampled."
         )
 
 

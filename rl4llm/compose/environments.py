@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from rl4llm.compose.models import vision_of
-from rl4llm.compose.setup import Setup
+from rl4llm.compose.setup import Setup, stale_note
 from rl4llm.config import Config
 from rl4llm.config.keys import RolloutConfig
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
@@ -111,8 +111,9 @@ def _rendered_by(env: BaseMDPEnv, options: Mapping[str, Any]) -> BaseMDPEnv:
 
 
 def unset_notes(setup: Setup, env: BaseMDPEnv) -> Iterator[str]:
-    """Yield lines that name the rewards which an environment defines and the length of turns, unless the user chose them."""
+    """Yield lines that name options for older samples, and the rewards and the length of turns that the user did not set."""
     config = setup.config
+    yield from filter(None, [stale_note(config)])
     if config.rewards is None and setup.given.reward_functions is None:
         names = ", ".join(reward.name for reward in env.reward_functions)
         yield f"rewards is not set: {names or 'only the rewards of turns count'}, as {type(env).__name__} defines"

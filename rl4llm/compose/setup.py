@@ -93,6 +93,7 @@ class Setup:
         cls, config: Config, given: Given | None = None, tokenizer: Any = None, machine: Machine | None = None
     ) -> Setup:
         """Make the algorithm, and by default join the ranks that train together."""
+        config = with_stale_options(config)
         machine = machine or Machine.of(config, join_ranks(config.timeout_s))
         return cls(config, given or Given(), machine, build_algorithm(config), tokenizer)
 
@@ -106,9 +107,25 @@ class Setup:
         return self.given.hosted or self.given.env_class or ENVIRONMENTS[self.config.env["name"]]
 
 
+def with_stale_options(config: Config) -> Config:
+    """Return the configuration with the options that its algorithm takes for samples of older weights, if there are any."""
+    if not config.rollout.max_staleness:
+        return config
+    options = ALGORITHMS[config.algorithm["name"]].stale_options(config.algorithm)
+    return replace(config, algorithm=options | config.algorithm)
+
+
+def stale_note(config: Config) -> str:
+    """Return the line that names the options for samples of older weights; "" if there are none."""
+    steps, options = config.rollout.max_staleness, config.algorithm
+    names = ALGORITHMS[options["name"]].stale_options({}) if steps else ()
+    used = ", ".join(f"algorithm.{name}={options[name]}" for name in names if name in options)
+    return f"rollout.max_staleness={steps}: older samples train with {used}" if used else ""
+
+
 def build_algorithm(config: Config) -> BaseAlgorithm:
     """Make the algorithm with its options; raise ConfigError for unknown or impossible ones."""
-    options = dict(config.algorithm)
+    options = dict(with_stale_options(config).algorithm)
     algorithm = with_options("algorithm", ALGORITHMS[options.pop("name")], options)
     algorithm.check(config.rollout.group_size)
     return algorithm

@@ -74,7 +74,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     machine = Machine.of(config, join_ranks(config.timeout_s))
     set_up_torch(config, machine)
     setup = Setup.of(config, given, machine=machine)
-    given = setup.given
+    config, given = setup.config, setup.given
     check_choices(config, given, setup.needs)
     refuse_hidden(config)
     check_installed(_trackers(config))

@@ -55,7 +55,6 @@ class Needs:
     # (coefficient, estimator) of a KL penalty on the trajectory's reward
     reward_kl: tuple[float, KLEstimator] | None = None
     old_logprobs: bool = False  # computed by the trainer, else those of the engine
-    newest: bool = False  # samples must be of the newest weights: the losses weigh no others
     # only `token_losses` reads them, and takes its own, detached, in the first update, where they are not set: no pass
     old_in_losses: bool = False
     critic: Critic | None = None
@@ -93,6 +92,11 @@ class BaseAlgorithm(ABC):
     @abstractmethod
     def aggregation(self) -> str:
         """Return the name of the loss aggregation: an option, or a constant of the method."""
+
+    @classmethod
+    def stale_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that fit samples of older weights, where `options`, which the user set, leave them open."""
+        return {}
 
     def needs(self) -> Needs:
         """Return what this algorithm needs with its options."""

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from rl4llm.algorithms import GRPO, Distill
+from rl4llm.compose import build_algorithm
+from rl4llm.config import load_config
 from rl4llm.core.types import TrainBatch
 
 POLICY, BEFORE, SAMPLER, OTHER = (
@@ -67,3 +69,26 @@ def test_distillation_follows_the_divergence_from_the_teacher(options, teacher, 
     algorithm = Distill(teacher_path="t", **WIDE, **options)
     _, found = gradient(algorithm, POLICY, SAMPLER, torch.arange(3), SAMPLER.exp(), before, teacher)
     torch.testing.assert_close(found, divergence(POLICY, teacher)[1], atol=1e-12, rtol=0)
+
+
+def composed(name, **options):
+    keys = {"model.path": "m", "rollout.max_staleness": 8, "algorithm": {"name": name, **options}}
+    return build_algorithm(load_config(overrides=keys))
+
+
+@pytest.mark.parametrize(("right", "policy"), [(0, (0.45, 0.55)), (1, (0.55, 0.45))])
+@pytest.mark.parametrize(
+    "name", ["cispo", "dapo", "dr_grpo", "gmpo", "grpo", "gspo", "gspo_token", "rloo", "sapo"]
+)
+def test_old_samples_move_the_right_answer_up(name, right, policy):
+    """Two answers, a sampler at 0.3 and 0.7 and a policy beyond the clip since: the step still has a direction."""
+    sampler, policy = (torch.tensor(shares, dtype=torch.float64).log() for shares in ((0.3, 0.7), policy))
+    actions = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1])
+    credits = (actions == right).double()
+    credits = (credits - credits.mean()) / credits.std()
+    weights = torch.full((8,), 1 / 8, dtype=torch.float64)
+    _, found = gradient(composed(name), policy, sampler, actions, weights, credits=credits)
+    assert found[right] < -0.2
+    if name == "grpo" and right == 0:  # what the user chose holds, though it has no gradient
+        _, found = gradient(composed(name, **SAMPLED), policy, sampler, actions, weights, credits=credits)
+        assert found.abs().max() < 1e-12

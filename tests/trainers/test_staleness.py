@@ -16,8 +16,15 @@ from vowels import Vowels
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.api import GRPOTrainer
+from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
-from rl4llm.core.errors import ConfigError, MismatchError, StaleWeightsError, TooManyFailuresError
+from rl4llm.core.errors import (
+    ConfigError,
+    MismatchError,
+    RunDirError,
+    StaleWeightsError,
+    TooManyFailuresError,
+)
 from rl4llm.core.types import ChatMessage
 from rl4llm.envs.stored import is_played
 from rl4llm.envs.stream import Staleness
@@ -224,8 +231,8 @@ def test_a_repeatable_run_plays_nothing_across_a_checkpoint(trainer, tmp_path):
     measured = ["mismatch/max" in row for row in rows]
     assert measured == [True, False, False, True, False, False]  # where a token has the newest weights
     assert all(row["mismatch/max"] < 1e-4 for row in rows if "mismatch/max" in row)
-    # The ratio is relative to the log-probs that sampled, so it is 1 only for the newest weights.
-    assert [row["ratio/max"] < 1 + 1e-4 for row in rows] == measured
+    # The ratio is relative to the policy before the update, whatever sampled.
+    assert all(row["ratio/max"] == 1 and row["clip_fraction/first"] == 0 for row in rows)
 
 
 def test_an_interrupted_run_resumes_and_skips_no_prompt(trainer, tmp_path):
@@ -328,15 +335,30 @@ def test_staleness_needs_servers(trainer):
             trainer("run", inference=inference)
 
 
-def test_recomputed_log_probs_need_a_correction_for_old_weights(trainer, tmp_path):
-    recomputed = {"name": "grpo", "old_logprobs": "recomputed"}
-    with pytest.raises(
-        ConfigError, match=r"rollout\.max_staleness=1 .*old_logprobs=recomputed.* Set algorithm\.correction"
-    ):
-        trainer("run", algorithm=recomputed)
-    assert not (tmp_path / "run").exists()
-    trainer("ahead", algorithm={**recomputed, "correction": "tis"}).trainer.close()
-    trainer("by turns", algorithm=recomputed, **{"rollout.max_staleness": 0}).trainer.close()
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [
+        ({}, ("recomputed", "tis", 1.5)),
+        ({"old_logprobs": "recomputed", "correction_high": 3.0}, ("recomputed", "tis", 3.0)),
+        ({"old_logprobs": "recomputed", "correction": "icepop"}, ("recomputed", "icepop", None)),
+        ({"old_logprobs": "recomputed", "correction": None}, ("recomputed", None, None)),
+        ({"old_logprobs": "sampled"}, ("sampled", None, None)),
+    ],
+)
+def test_old_samples_have_weights_unless_the_user_chose(trainer, tmp_path, capsys, options, used):
+    """The run stores and shows what it uses, and a run with the same values resumes it."""
+    trainer("run", algorithm={"name": "grpo", **options}, max_steps=2).train()
+    stored = load_config(tmp_path / "run" / "config.yaml").algorithm
+    names = "old_logprobs", "correction", "correction_high"
+    assert tuple(stored.get(name) for name in names) == used
+    assert f"algorithm.old_logprobs={used[0]}" in " ".join(capsys.readouterr().out.split())
+    ratios = [row["ratio/max"] for row in metrics(tmp_path / "run")]
+    assert (ratios[1] == 1) == (used[0] == "recomputed")
+    trainer("run", algorithm=stored, max_steps=3).train()
+    with pytest.raises(RunDirError, match=r"algorithm\.correction_high"):
+        trainer("run", algorithm=stored | {"correction_high": 9.0}, max_steps=3)
+    synchronous = {"rollout.max_staleness": 0}
+    assert trainer("by turns", algorithm={"name": "grpo"}, **synchronous).trainer.algorithm == GRPO()
 
 
 def versions_of(directory):

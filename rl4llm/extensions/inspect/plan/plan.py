@@ -97,7 +97,7 @@ def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> Ru
     models = _models(setup, policy)
     held = Memory(setup, counts, models, devices)
     return RunPlan(
-        config=config,
+        config=setup.config,
         counts=counts,
         models=models,
         phases=held.phases(),

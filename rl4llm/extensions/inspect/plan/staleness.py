@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rl4llm.compose.setup import stale_note
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.inspect.check.times import RunTime, span
 from rl4llm.extensions.inspect.plan.plan import RunPlan
@@ -36,6 +37,7 @@ class UnderWay:
     tokens: int
     cache: int
     stored: int
+    options: str
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,6 +49,7 @@ class UnderWay:
             f"under way: {size_text(self.tokens)} of tokens in the trainer, and {size_text(self.cache)} of keys and values "
             f"on servers to run all of them at once. A checkpoint stores up to {size_text(self.stored)} of them."
         )
+        yield from filter(None, [self.options])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ def under_way(plan: RunPlan) -> UnderWay | None:
         sequences * counts.longest * TOKEN,
         KVCache.memory(plan.models.policy, sequences, counts.longest, number),
         bound * plan.devices * counts.trajectories * counts.longest * STORED,
+        stale_note(config),
     )
 
 

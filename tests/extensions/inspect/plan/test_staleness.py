@@ -57,6 +57,7 @@ def test_the_plan_counts_what_plays_at_once(plan):
     )
     said = " ".join(plan("rollout.max_staleness=2")[1].split())
     assert "up to 12 groups of 24 sequences" in said and "A checkpoint stores up to" in said
+    assert "rollout.max_staleness=2: older samples train with algorithm.old_logprobs=recomputed," in said
 
 
 def test_a_stored_token_takes_what_the_plan_assumes():
