@@ -325,16 +325,6 @@ def test_a_run_that_learned_nothing_is_reported_at_its_end(reward, learns, capsy
     assert ("no update since this start had anything to learn from" in told) is not learns
 
 
-def test_uneven_updates_are_reported_with_an_even_number(capsys):
-    keys = ["rollout.prompts=4", "training.updates_per_rollout=3"]
-    code, told = answer(capsys, ["train", "small.yaml", *keys])
-    assert code == 0, told
-    assert (
-        "some optimizer steps train on 1 prompts and others on 2. For equal steps set rollout.prompts to 3."
-        in told
-    )
-
-
 def test_debug_shows_the_line_of_ones_own_reward(caplog):
     caplog.set_level(logging.WARNING, "rl4llm")  # put back afterwards
     with pytest.raises(RL4LLMError, match=r"mine\.py:5"):

@@ -103,13 +103,6 @@ def warnings_of(config: Config, needs: Needs) -> list[str]:
         "env.tools=[calculator], or use an environment without them, such as env.name=chat."
         for name in without
     ]
-    prompts, updates = config.rollout.prompts, config.training.updates_per_rollout
-    uneven = [
-        f"rollout.prompts={prompts} cannot be divided by training.updates_per_rollout={updates}: some optimizer steps train "
-        f"on {prompts // updates} prompts and others on {prompts // updates + 1}. For equal steps set rollout.prompts to "
-        f"{updates * max(1, round(prompts / updates))}."
-    ]
-    warnings += uneven if prompts % updates else ()
     if config.rollout.temperature > 0:
         return warnings
     return [
