@@ -88,7 +88,7 @@ class PolicyTrainer:
 
     def __repr__(self) -> str:
         where, step = str(self.trainer.run.path), self.trainer.step
-        return f"{type(self).__name__}({where!r}, step {step} of {self.config.max_steps})"
+        return f"{type(self).__name__}({where!r}, step {step} of {self.trainer.schedule.max_steps})"
 
     def train(self) -> Self:
         """Train until `max_steps`, or resume the run in `output.dir`."""

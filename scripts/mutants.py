@@ -125,6 +125,8 @@ TRAINERS = _of(
      f"../algorithms/{ARRANGED}[grpo-]"),
     ("critic_warm_up", "prepare.py", "step >= critic.warmup_steps", "step >= 0",
      "test_needs.py::test_in_the_warm_up_only_the_critic_learns"),
+    ("steps_of_epochs", "../compose/supervised.py", "math.ceil(round(epochs * rows / batch, 6))", "math.ceil(epochs)",
+     "test_preferences.py::test_epochs_are_passes_over_the_rows_and_resume"),
     ("refills_until_full", "rl.py", "(missing := wanted - self._count(step)[0]) > 0",
      "(missing := wanted - self._count(step)[0]) > 1",
      "test_dynamic_sampling.py::test_dropped_groups_are_replaced_until_the_step_is_full"),

@@ -73,6 +73,9 @@ training.lr=fast                                   | training.lr='fast' is not a
 training.lr=-1                                     | training.lr=-1.0 is not accepted: a finite number, 0 or above
 training.lrr=1                                     | Did you mean 'training.lr'
 learning_rate=1                                    | 'learning_rate' is a key of TRL: here it is `training.lr`
+num_train_epochs=3                                 | is a key of TRL: here it is `max_steps` ... `training.epochs`
+training.num_train_epochs=3                        | is a key of TRL: here it is `max_steps` ... `training.epochs`
+training.epochs=3                                  | Did you mean training.passes_per_rollout
 learning_rat=1                                     | Did you mean 'learning_rate'? It is a key of TRL
 training=1                                         | training=1 is not accepted. Accepted: a mapping of keys
 max_steps=1.5                                      | max_steps=1.5 is not accepted: a whole number, 0 or above

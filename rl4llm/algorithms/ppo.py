@@ -30,7 +30,7 @@ class PPO(GRPO):
         value_clip: how far a value may move from its value before the update (PPO's clip); null disables it.
         critic_path: the model or trained critic that the critic starts from; null is `model.path`.
         critic_lr: learning rate of the critic; null is ten times `training.lr`.
-        critic_epochs: passes of the critic over a rollout; those of the policy are `training.epochs`.
+        critic_passes: passes of the critic over a rollout; those of the policy are `training.passes_per_rollout`.
         critic_warmup_steps: first steps in which only the critic learns; with `max_steps` only a value model is trained.
     """
 
@@ -39,7 +39,7 @@ class PPO(GRPO):
     value_clip: Positive | None = 0.2
     critic_path: str | None = None
     critic_lr: NonNegative | None = None
-    critic_epochs: Count = 1
+    critic_passes: Count = 1
     critic_warmup_steps: Natural = 0
     scale_rewards: ScaleBatch = "none"
     whiten: bool = True
@@ -50,7 +50,7 @@ class PPO(GRPO):
     credits_turns: ClassVar[bool] = False
 
     def needs(self) -> Needs:
-        critic = Critic(self.critic_path, self.critic_lr, self.critic_epochs, self.critic_warmup_steps)
+        critic = Critic(self.critic_path, self.critic_lr, self.critic_passes, self.critic_warmup_steps)
         return replace(GRPO.needs(self), critic=critic, every_token=True, reward_kl=None)
 
     def credits(self, group: Group) -> Tensor:

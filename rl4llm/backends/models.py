@@ -214,11 +214,17 @@ def _vocabulary_of(model: str | Path | PreTrainedModel) -> tuple[str, int | None
     if isinstance(model, PreTrainedModel):
         return model.name_or_path or type(model).__name__, model.get_input_embeddings().num_embeddings
     path = check_model_path(model)
+    return path, getattr(stored_config(path).get_text_config(), "vocab_size", None)
+
+
+def stored_config(path: str) -> PretrainedConfig:
+    """Return the config of a model, whose weights are not read; raise ModelError when there is none."""
+    path = check_model_path(path)
     try:
-        config = AutoConfig.from_pretrained(path, **hub_options(path))
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, **hub_options(path))
     except UNREADABLE as error:
         raise ModelError(_unreadable("config of the model", path, error)) from error
-    return path, getattr(config.get_text_config(), "vocab_size", None)
+    return config
 
 
 def stored_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

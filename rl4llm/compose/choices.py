@@ -85,10 +85,23 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
     if "lora" in (config.sync.name, config.sync.fallback):
         check_adapter_alone(config)
     _check_temperature(config, needs)
+    _check_updates(config, needs)
+
+
+def _check_updates(config: Config, needs: Needs) -> None:
+    """Raise ConfigError for numbers that make no optimizer steps of a rollout."""
     updates, prompts = config.training.updates_per_rollout, config.rollout.prompts
-    if needs.learns_from == "episodes" and updates > prompts:
+    if needs.learns_from != "episodes":
+        return
+    if updates > prompts:
         raise ConfigError(
             f"training.updates_per_rollout={updates} is not accepted. Use at most one per prompt ({prompts})."
+        )
+    if config.training.epochs is not None and config.max_steps:
+        raise ConfigError(
+            f"training.epochs={config.training.epochs:g} counts passes over a dataset, but algorithm.name="
+            f"{config.algorithm['name']!r} samples. Did you mean training.passes_per_rollout, the passes over the samples "
+            "of a step, or max_steps?"
         )
 
 

@@ -62,7 +62,7 @@ def build_policy(setup: Setup) -> BaseBackend:
         )
     # in which the policy learns
     steps = config.max_steps - (needs.critic.warmup_steps if needs.critic else 0)
-    options = _optimizer(config, config.training.epochs, steps)
+    options = _optimizer(config, config.training.passes_per_rollout, steps)
     return _on_backend(setup, model, adapter=adapter, value_head=value_head, **options)
 
 
@@ -75,7 +75,7 @@ def build_critic(setup: Setup, start: Any) -> BaseBackend | None:
 
     path = critic.path or (None if start is not None else config.model.path)
     model = _model_to_place(setup, copy.deepcopy(start) if path is None else None, path, values=True)
-    options = _optimizer(config, critic.epochs, config.max_steps)
+    options = _optimizer(config, critic.passes, config.max_steps)
     options["lr"] = CRITIC_RATE * config.training.lr if critic.lr is None else critic.lr
     return _on_backend(setup, model, value_head=load_value_head(path, model), **options)
 
@@ -176,7 +176,7 @@ def plain_model(
     return model
 
 
-def _optimizer(config: Config, epochs: int, steps: int) -> dict[str, Any]:
+def _optimizer(config: Config, passes: int, steps: int) -> dict[str, Any]:
     training = config.training
     return {
         "lr": training.lr,
@@ -185,5 +185,5 @@ def _optimizer(config: Config, epochs: int, steps: int) -> dict[str, Any]:
         "max_grad_norm": training.max_grad_norm,
         "schedule": training.schedule,
         "warmup_steps": training.warmup_steps,
-        "total_steps": max(1, steps) * training.updates_per_rollout * epochs,
+        "total_steps": max(1, steps) * training.updates_per_rollout * passes,
     }

@@ -29,7 +29,7 @@ from rl4llm.runtime.ranks import Ranks, join_ranks
 
 MAY_CHANGE = (
     "max_steps", "threads", "timeout_s", "backend.", "eval.", "checkpoint.", "tracking.", "output.", "inference.", "sync.",
-    "mismatch.", "rollout.max_failed_share", "training.max_skipped", "sandbox.", "env.remote", "launch.",
+    "mismatch.", "training.epochs", "rollout.max_failed_share", "training.max_skipped", "sandbox.", "env.remote", "launch.",
 )  # fmt: skip
 """Keys that a resumed run may change without becoming another run."""
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rl4llm.backends.models import stored_config
 from rl4llm.compose.choices import warnings_of
 from rl4llm.compose.data import by_size, check_texts, few_rows, held_out_rows, prompt_stream, rows_to_measure
 from rl4llm.compose.environments import example_of_calls, make_env, make_rewards
 from rl4llm.compose.models import build_policy, build_reference, vision_of
 from rl4llm.compose.setup import Setup
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of
+from rl4llm.config import Config, to_yaml
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
@@ -47,59 +50,65 @@ READERS: dict[str, Callable[[Renderer, Mapping[str, Any], str], Group]] = {
 """Functions from a row of a dataset to a group, by what an algorithm learns from."""
 
 
-def build_supervised(setup: Setup, dataset: Any) -> Callable[[RunDir], DatasetTrainer]:
-    """Check and load what a run on `dataset` needs; return a function from its run directory to the trainer."""
+def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
+    """Check and load what a run on `dataset` needs, and make its trainer."""
     needs, given, tokenizer = setup.needs, setup.given, setup.tokenizer
     _check_supervised(setup)
     held_out = held_out_rows(setup) or ()
     read, fitting = dataset_reader(setup, dataset)
+    stored = given.model.config if given.model is not None else stored_config(setup.config.model.path)
+    context_length, _ = min(context_limits(stored))
+    kept, kept_out = (
+        fitting(rows, context_length, where) for rows, where in ((dataset, "data"), (held_out, "eval"))
+    )
+    config, note = with_steps(setup.config, len(kept), setup.machine.ranks.size)
+    setup = replace(setup, config=config)
+    if note and setup.machine.ranks.is_first:
+        run.keep("config.yaml", to_yaml(config), private=True)  # with the steps
     # The copy is made before training changes the policy's weights.
     start = copy.deepcopy(given.model) if needs.reference else None
     backend = build_policy(setup)
     if needs.value_head:
         # Others find the token that has the score by it.
         backend.model.config.pad_token_id = tokenizer.pad_token_id
+        _check_last_token(read(kept[0], "0"), tokenizer)
     reference, ranks = build_reference(setup, backend, start), setup.machine.ranks
     prepared = partial(
         Preparation, algorithm=setup.algorithm, policy=backend, reference=reference, ranks=ranks
     )
     batching = batching_of(setup)
-    context_length, _ = min(context_limits(backend.model.config))
     answered = needs.learns_from not in ANSWER_COLUMNS and not hold_text(dataset)
-    overlap = overlap_warnings(dataset, held_out, "eval", answered=answered)
-    kept, kept_out = (
-        fitting(rows, context_length, where) for rows, where in ((dataset, "data"), (held_out, "eval"))
+    found = [
+        *warnings_of(config, needs),
+        *overlap_warnings(dataset, held_out, "eval", answered=answered),
+        *dropped(dataset, kept, "data"),
+        *dropped(held_out, kept_out, "eval"),
+        *few_rows(setup, kept),
+        *backend.warnings(),
+    ]
+    return DatasetTrainer(
+        dataset=kept,
+        tokenizer=tokenizer,
+        read=read,
+        prompts=prompt_stream(setup, kept),
+        preparation=prepared(batching=batching),
+        held_out=kept_out,
+        fitting=lambda source: fitting(rows_to_measure(setup, source), context_length, "eval"),
+        measuring=prepared(batching=replace(batching, updates_per_rollout=1, passes_per_rollout=1)),
+        **base_of(setup, backend, run, tracker_of(setup, run, found, [note])),
     )
-    if needs.value_head:
-        _check_last_token(read(kept[0], "0"), tokenizer)
-    prompts = prompt_stream(setup, kept)
 
-    def fitting_rows_of(source: Any) -> Any:
-        return fitting(rows_to_measure(setup, source), context_length, "eval")
 
-    def make(run: RunDir) -> DatasetTrainer:
-        lost = [*dropped(dataset, kept, "data"), *dropped(held_out, kept_out, "eval")]
-        found = [
-            *warnings_of(setup.config, needs),
-            *overlap,
-            *lost,
-            *few_rows(setup, kept),
-            *backend.warnings(),
-        ]
-        tracker = tracker_of(setup, run, found)
-        return DatasetTrainer(
-            dataset=kept,
-            tokenizer=tokenizer,
-            read=read,
-            prompts=prompts,
-            preparation=prepared(batching=batching),
-            held_out=kept_out,
-            fitting=fitting_rows_of,
-            measuring=prepared(batching=replace(batching, updates_per_rollout=1, epochs=1)),
-            **base_of(setup, backend, run, tracker),
-        )
-
-    return make
+def with_steps(config: Config, rows: int, ranks: int) -> tuple[Config, str]:
+    """Return the configuration with the steps of `training.epochs` passes over the rows as max_steps, and a note of it."""
+    epochs, batch = config.training.epochs, config.rollout.prompts * ranks
+    if epochs is None:
+        return config, ""
+    steps = math.ceil(round(epochs * rows / batch, 6))
+    note = f"training.epochs={epochs:g}: {rows:,} rows in batches of {batch:,} are {steps:,} steps"
+    if "max_steps" in config.given and config.max_steps < steps:
+        return config, f"{note}, and max_steps={config.max_steps:,} ends the run earlier"
+    return replace(config, max_steps=steps), note
 
 
 def _check_supervised(setup: Setup) -> None:

@@ -87,13 +87,11 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     }
     datasets = {name: in_part(name, training_rows, part) for name, part in parts.items()}
     run = planned_run(setup, datasets.get(""), force)
-    make: Callable[[RunDir], AnyTrainer]
-    if setup.needs.learns_from == "episodes":
-        check_hosts(config)
-        make = _reinforced(setup, parts, datasets)
-    else:
-        make = load(SUPERVISED)(setup, datasets[""])
-    return make(run)
+    if setup.needs.learns_from != "episodes":
+        trainer: DatasetTrainer = load(SUPERVISED)(setup, datasets[""], run)
+        return trainer
+    check_hosts(config)
+    return _reinforced(setup, parts, datasets)(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +256,7 @@ def batching_of(setup: Setup, longest_completion: int = 0) -> Batching:
         max_tokens_per_batch=training.max_tokens_per_batch,
         usual_tokens_per_batch=16384 if setup.machine.on_gpu else 2048,
         updates_per_rollout=training.updates_per_rollout,
-        epochs=training.epochs,
+        passes_per_rollout=training.passes_per_rollout,
         constant_length=training.constant_length or longest_completion,
         whole_groups=setup.needs.whole_groups,
         positions=None if vision is None else vision.positions,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import MISSING
 
 from rl4llm.config.references import References
-from rl4llm.core.schema import Beta, Count, Fraction, Natural, NonNegative, Range, Share
+from rl4llm.core.schema import Beta, Count, Fraction, Natural, NonNegative, Positive, Range, Share
 
 FREE = ("env", "inference", "algorithm", "backend")
 """Parts whose keys are the options of the class that their `name` stands for."""
@@ -142,7 +142,9 @@ class TrainingConfig:
     layout: Literal["sorted", "packed", "shared"] = "shared"  # see rl4llm.data.layouts
     constant_length: Count | None = None  # of aggregation "constant"; null: all that a trajectory may sample
     updates_per_rollout: Count = 1
-    epochs: Count = 1
+    passes_per_rollout: Count = 1  # over the samples of a step, each of updates_per_rollout optimizer steps
+    # passes over a dataset, from which the number of steps follows; a max_steps that is set may end the run earlier
+    epochs: Positive | None = None
     # optimizer steps in a row with a loss or gradient that is not finite, before it stops
     max_skipped: Count = 3
 

@@ -35,7 +35,7 @@ class Critic:
 
     path: str | None = None
     lr: float | None = None
-    epochs: int = 1
+    passes: int = 1  # over a rollout
     warmup_steps: int = 0  # the first steps of a run, in which only the critic learns
 
 

@@ -61,7 +61,7 @@ class Batching:
     max_tokens_per_batch: int | None = None
     usual_tokens_per_batch: int = 2048
     updates_per_rollout: int = 1
-    epochs: int = 1
+    passes_per_rollout: int = 1
     constant_length: int = 0
     whole_groups: bool = False
     positions: Positions | None = None

@@ -115,16 +115,16 @@ class Preparation:
         return batches + [filler(self.batching.pad_token_id) for _ in range(missing)]
 
     def _updates(self, packed: list[Update], step: int) -> list[Update]:
-        """Return every optimizer step of each epoch, the critic's before the policy's; models may have different epochs."""
-        critic, policy_epochs, critic_epochs = self.algorithm.needs().critic, self.batching.epochs, 0
-        if critic is not None:
-            policy_epochs, critic_epochs = policy_epochs if step >= critic.warmup_steps else 0, critic.epochs
+        """Return every optimizer step of each pass, the critic's before the policy's; models may have different passes."""
+        policy_passes, critic_passes = self.batching.passes_per_rollout, 0
+        if (critic := self.algorithm.needs().critic) is not None:
+            policy_passes, critic_passes = policy_passes if step >= critic.warmup_steps else 0, critic.passes
         updates = []
-        for epoch in range(max(policy_epochs, critic_epochs)):
+        for number in range(max(policy_passes, critic_passes)):
             for update in packed:
-                if epoch < critic_epochs and update.batches:
+                if number < critic_passes and update.batches:
                     updates.append(replace(update, model="critic"))
-                if epoch < policy_epochs:
+                if number < policy_passes:
                     updates.append(update)
         return updates
 

@@ -61,9 +61,9 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         for prompts, size in ((32, 2), (16, 4), (4, 16), (2, 32))
     },
     "updates": {
-        "epochs 2": {"training.epochs": 2}, "epochs 4": {"training.epochs": 4},
+        "epochs 2": {"training.passes_per_rollout": 2}, "epochs 4": {"training.passes_per_rollout": 4},
         "updates 4": {"training.updates_per_rollout": 4},
-        "epochs 4, clip_high 0.28": {"training.epochs": 4, "algorithm.clip_high": 0.28},
+        "epochs 4, clip_high 0.28": {"training.passes_per_rollout": 4, "algorithm.clip_high": 0.28},
     },
     "KL": {str(coef): {"algorithm.kl_coef": coef} for coef in (0.001, 0.01, 0.1)},
     "temperature": {str(value): {"rollout.temperature": value} for value in (0.6, 1.3)},

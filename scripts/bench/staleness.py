@@ -83,7 +83,11 @@ def train(
         "max_tokens": options.new_tokens,
         "max_staleness": bound,
     }
-    keys = {"training.epochs": options.epochs, "env.max_steps": 2 if options.tool_s else 1, "threads": 1}
+    keys = {
+        "training.passes_per_rollout": options.passes,
+        "env.max_steps": 2 if options.tool_s else 1,
+        "threads": 1,
+    }
     keys |= {"model.autocast": "auto" if torch.cuda.is_available() else "none", "output.dir": str(output)}
     keys |= {"eval.every": 0, "checkpoint.every": 0, "max_steps": warm_up(options) + options.steps + bound}
     rows = [{"prompt": prompt, "ground_truth": ""} for prompt in prompts]
@@ -123,7 +127,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SHAPES), default="5m")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="of a step, with 8 samples each")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
-    parser.add_argument("--epochs", type=int, default=1, help="training.epochs")
+    parser.add_argument("--passes", type=int, default=1, help="training.passes_per_rollout")
     parser.add_argument("--steps", type=int, default=8, help="that count")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])

@@ -119,7 +119,7 @@ def episodes(
         "rollout.group_size": 8,
         "rollout.max_tokens": 6,
         "training.lr": 4e-3,
-        "training.epochs": 2,  # so that ratios matter
+        "training.passes_per_rollout": 2,  # so that ratios matter
         "env.max_steps": 2,
         **QUIET,
         **overrides,

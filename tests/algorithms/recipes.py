@@ -25,7 +25,7 @@ TURNS = {"turn_discount": 0.9}
 AGGREGATIONS = tuple({"aggregation": name} for name in ("token", "sequence", "prompt", "constant"))
 SHARED = (EVERYTHING, IN_REWARD, *AGGREGATIONS)
 """Options of every policy-gradient method."""
-CRITIC = {"critic_lr": 4e-3, "critic_epochs": 2, "critic_warmup_steps": 2}
+CRITIC = {"critic_lr": 4e-3, "critic_passes": 2, "critic_warmup_steps": 2}
 LONGER = {"max_steps": 20}
 
 RECIPES: dict[str, Recipe] = {

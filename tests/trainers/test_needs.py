@@ -67,7 +67,7 @@ def differ(left, right):
     return any(not torch.equal(tensor, right[name]) for name, tensor in left.items())
 
 
-PPO = {"name": "ppo", "critic_lr": 1e-2, "kl_coef": 0.1, "kl_target": 0.01, "critic_epochs": 2}
+PPO = {"name": "ppo", "critic_lr": 1e-2, "kl_coef": 0.1, "kl_target": 0.01, "critic_passes": 2}
 
 
 @pytest.mark.parametrize(("critic_lr", "used"), [(7e-3, 7e-3), (None, 3e-2)])
@@ -210,7 +210,7 @@ class Curious(GRPO):
 
 @pytest.mark.parametrize("layout", ["sorted", "packed", "shared"])
 def test_an_advantage_reads_the_entropy_before_the_updates(model_dir, tmp_path, layout):
-    training = {"lr": 0.1, "epochs": 2, "layout": layout}
+    training = {"lr": 0.1, "passes_per_rollout": 2, "layout": layout}
     rollout = {"prompts": 2, "group_size": 4, "max_tokens": 5, "temperature": 0.7}
     algorithm = {"name": f"{__name__}:Curious"}
     with trainer(model_dir, tmp_path, algorithm, training=training, rollout=rollout).trainer as run:

@@ -1,7 +1,9 @@
 """Training on pairs, labels and worlds: it learns what it is shown, however batches are cut, and one run follows another."""
 
 import math
+import os
 import random
+import signal
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTraine
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
+from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseRewardFunction, SampleState
 from rl4llm.core.errors import ConfigError, DataError, ModelError
 from rl4llm.core.types import ChatMessage
@@ -419,20 +422,47 @@ def test_one_method_continues_from_the_model_of_another(model_dir, tmp_path):
     assert column(tmp_path / "grpo", "reward/mean")[0] > column(tmp_path / "fresh", "reward/mean")[0] + 0.1
 
 
-def test_a_resumed_run_on_pairs_takes_the_same_steps(model_dir, tmp_path):
-    def steps(name, count):
-        return make(
-            DPOTrainer, model_dir, pairs(16, 0), tmp_path / name, max_steps=count, rollout={"prompts": 4}
-        ).train()
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward_model"])
+def test_epochs_are_passes_over_the_rows_and_resume(name, model_dir, tmp_path):
+    kind, rows, options = KINDS[name]
+    training = {"lr": 1e-3, "schedule": "linear", "epochs": 2}
 
-    whole = steps("whole", 4)
-    steps("parts", 2)
-    parts = steps("parts", 4)
-    for (name, tensor), (_, other) in zip(
-        whole.trainer.backend.weights(), parts.trainer.backend.weights(), strict=True
-    ):
-        assert torch.equal(tensor, other), name
-    assert column(tmp_path / "whole", "dpo/margin") == column(tmp_path / "parts", "dpo/margin")
+    def run(directory, stop=None, **limit):
+        fixed = {
+            "rollout": {"prompts": 4},
+            "training": training,
+            "output": {"dir": str(tmp_path / directory)},
+        }
+        run = kind(str(model_dir), rows, **QUIET, **options, **fixed, **limit)
+        collect = run.trainer.collect
+
+        def seen():
+            if run.trainer.step + 1 == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+            step = collect()
+            draws.extend(group.prompt_id for group in step.groups)
+            return step
+
+        run.trainer.collect = seen
+        return run.train().trainer.backend
+
+    draws = []
+    whole = run("whole")
+    first, second = draws[:8], draws[8:]
+    assert sorted(first) == sorted(second)
+    assert len(set(first)) == 8
+    assert column(tmp_path / "whole", "lr") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    draws.clear()
+    run("parts", stop=3)
+    assert len(draws) == 12  # in the second pass
+    parts = run("parts")
+    assert draws == first + second
+    for (tensor, one), (_, other) in zip(whole.weights(), parts.weights(), strict=True):
+        assert torch.equal(one, other), tensor
+    assert column(tmp_path / "whole", "loss") == column(tmp_path / "parts", "loss")
+    assert load_config(tmp_path / "parts" / "config.yaml").max_steps == 4
+    run("short", max_steps=1)
+    assert len(column(tmp_path / "short", "loss")) == 1
 
 
 def distill(model, teacher, directory, **overrides):

@@ -34,11 +34,11 @@ def with_rewards(found, change):
     return [replace(group, trajectories=tuple(map(changed, group.trajectories))) for group in found]
 
 
-@pytest.mark.parametrize(("epochs", "updates"), [(1, 1), (2, 1), (1, 3), (3, 2)])
-def test_every_policy_token_is_in_as_many_updates_as_epochs(epochs, updates):
+@pytest.mark.parametrize(("passes", "updates"), [(1, 1), (2, 1), (1, 3), (3, 2)])
+def test_every_policy_token_is_in_as_many_updates_as_passes(passes, updates):
     found = groups()
     seen = Counter()
-    for update in prepared(GRPO(), found, epochs=epochs, updates_per_rollout=updates).updates:
+    for update in prepared(GRPO(), found, passes_per_rollout=passes, updates_per_rollout=updates).updates:
         for batch in update.batches:
             assert (batch.weights_BT[batch.mask_BT] > 0).all()
             seen.update(batch.token_ids_BT[batch.mask_BT].tolist())
@@ -49,7 +49,7 @@ def test_every_policy_token_is_in_as_many_updates_as_epochs(epochs, updates):
         for span in each.policy_spans
         for token in span.token_ids
     ]
-    assert seen == dict.fromkeys(policy, epochs)
+    assert seen == dict.fromkeys(policy, passes)
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_pp"])

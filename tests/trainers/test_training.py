@@ -137,7 +137,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(model_dir, tmp_pa
 
 
 def test_an_episodes_record_has_the_trainers_numbers(model_dir, tmp_path):
-    trainer(model_dir, tmp_path, max_steps=2, training={"lr": 1e-2, "epochs": 3}).train()
+    trainer(model_dir, tmp_path, max_steps=2, training={"lr": 1e-2, "passes_per_rollout": 3}).train()
     spans, weight, log = 0, 0.0, metrics(tmp_path)
     for row in read_jsonl(tmp_path / "episodes" / "step-000002.jsonl"):
         for span in row["spans"]:
@@ -479,13 +479,13 @@ def test_other_prompts_or_rewards_make_another_run(model_dir, tmp_path):
             trainer(model_dir, tmp_path, max_steps=2, **change)
 
 
-def test_supervised_epochs_and_updates_are_optimizer_steps(model_dir, tmp_path):
+def test_passes_and_updates_are_optimizer_steps(model_dir, tmp_path):
     conversation = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Answer: 85"}]
     path = tmp_path / "chats.jsonl"
     path.write_text((json.dumps({"messages": conversation}) + "\n") * 8)
     overrides = [
         f"model.path={model_dir}", f"data.path={path}", f"output.dir={tmp_path / 'run'}", "algorithm.name=sft",
-        "rollout.prompts=4", "training.updates_per_rollout=2", "training.epochs=3", "training.lr=1e-3",
+        "rollout.prompts=4", "training.updates_per_rollout=2", "training.passes_per_rollout=3", "training.lr=1e-3",
         "training.schedule=linear", "max_steps=2", "eval.every=0",
     ]  # fmt: skip
     with build_trainer(load_config(overrides=overrides)) as loop:

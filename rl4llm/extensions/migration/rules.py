@@ -259,7 +259,7 @@ RULES = (
     _of_ppo("value_clip", "critic.cliprange_value"),
     _of_ppo("critic_lr", "critic.optim.lr"),
     _of_ppo("critic_path", "critic.model.path", by=lambda path: str(Path(str(path)).expanduser())),
-    _of_ppo("critic_epochs", "critic.ppo_epochs", f"{A}.ppo_epochs"),
+    _of_ppo("critic_passes", "critic.ppo_epochs", f"{A}.ppo_epochs"),
     _of_ppo("critic_warmup_steps", "trainer.critic_warmup", by=at_least_zero),
     _joint(
         _rewards,

@@ -87,7 +87,7 @@ def _state(trainer: Any) -> SimpleNamespace:
     """Where training is; a step is one of the loop."""
     return SimpleNamespace(
         global_step=trainer.trainer.step,
-        max_steps=trainer.config.max_steps,
+        max_steps=trainer.trainer.schedule.max_steps,
         epoch=_epochs(trainer) * trainer.trainer.step,
         log_history=history(_log(trainer), _epochs(trainer), finished=trainer._trained),
         is_world_process_zero=_is_first(trainer),

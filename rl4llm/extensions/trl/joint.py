@@ -262,7 +262,7 @@ def entropy(values: Values, facts: TrainingFacts) -> Keys:
 
 
 def iterations(values: Values, facts: TrainingFacts) -> Keys:
-    return {"training.epochs": values["num_iterations"]}
+    return {"training.passes_per_rollout": values["num_iterations"]}
 
 
 CORRECTIONS = {

@@ -69,8 +69,8 @@ def test_a_column_of_images_turns_vision_on():
 @pytest.mark.parametrize(("given", "said"), [
     ("", {"critic_lr: 1.0e-05": "critic.optim.lr=1.0e-05, the default of verl"}),
     ("critic.optim.lr=3e-6", {"critic_lr: 3.0e-06": "critic.optim.lr=3.0e-06"}),
-    ("actor_rollout_ref.actor.ppo_epochs=2", {"critic_epochs: 2": "actor_rollout_ref.actor.ppo_epochs=2"}),
-    ("critic.ppo_epochs=3", {"critic_epochs: 3": "critic.ppo_epochs=3"}),
+    ("actor_rollout_ref.actor.ppo_epochs=2", {"critic_passes: 2": "actor_rollout_ref.actor.ppo_epochs=2"}),
+    ("critic.ppo_epochs=3", {"critic_passes: 3": "critic.ppo_epochs=3"}),
     ("trainer.critic_warmup=5", {"critic_warmup_steps: 5": "trainer.critic_warmup=5"}),
 ])  # fmt: skip
 def test_critic_has_the_numbers_of_verl(given, said):

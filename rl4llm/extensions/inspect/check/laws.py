@@ -335,7 +335,7 @@ def _batches(trainer: AnyTrainer, groups: Sequence[Group], budget: int) -> list[
         max_tokens_per_batch=budget,
         usual_tokens_per_batch=budget,
         updates_per_rollout=1,
-        epochs=1,
+        passes_per_rollout=1,
     )
     critic = trainer.algorithm.needs().critic
     updates = preparation.prepare(groups, critic.warmup_steps if critic else 0).updates

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -151,6 +151,7 @@ def span(duration_s: float) -> str:
 
 
 def _measured(trainer: AnyTrainer, config: Config) -> RunTime:
+    config = replace(config, max_steps=trainer.schedule.max_steps)
     began, prompts = time.monotonic(), config.rollout.prompts
     start = min(prompts, config.training.updates_per_rollout)
     trainer.publish()  # the first one also chooses the canary's tokens

@@ -12,6 +12,7 @@ import torch
 from rl4llm.backends.models import empty_model
 from rl4llm.compose.choices import check_choices
 from rl4llm.compose.setup import Machine, Setup, demand_device
+from rl4llm.compose.supervised import with_steps
 from rl4llm.config import Config, by_part
 from rl4llm.core.model_memory import ONE_SEQUENCE, Precision
 from rl4llm.extensions.inspect.plan.counts import Counts, count
@@ -97,7 +98,7 @@ def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> Ru
     models = _models(setup, policy)
     held = Memory(setup, counts, models, devices)
     return RunPlan(
-        config=setup.config,
+        config=with_steps(setup.config, counts.rows, devices)[0],
         counts=counts,
         models=models,
         phases=held.phases(),

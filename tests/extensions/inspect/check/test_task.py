@@ -184,8 +184,8 @@ def test_time_without_a_server_is_refused_at_once(model_dir, tmp_path, capsys):
     assert "none can be reached at http://127.0.0.1:9" in " ".join(capsys.readouterr().err.split())
 
 
-def test_epochs_count_once_in_the_time(task, monkeypatch):
+def test_passes_count_once_in_the_time(task, monkeypatch):
     monkeypatch.setattr(times, "seconds", lambda function, *given: (function(*given), 1.0))
     monkeypatch.setattr(examined, "seconds", times.seconds)
-    report, _ = task("rewards=['taught:odd']", "training.epochs=3")
+    report, _ = task("rewards=['taught:odd']", "training.passes_per_rollout=3")
     assert report["step_s"] == pytest.approx((1.0 + 1.0) * 2 / 4)

@@ -160,7 +160,7 @@ def test_reward_models_stay_on_the_device_of_a_server(small, model_dir):
 
 
 def test_counts_multiply_and_each_rank_adds_its_own_prompts(small):
-    plan = make_plan(small({"training.updates_per_rollout": 2, "training.epochs": 3}), devices=2)
+    plan = make_plan(small({"training.updates_per_rollout": 2, "training.passes_per_rollout": 3}), devices=2)
     counts = plan.counts
     assert (counts.prompts, counts.samples, counts.trajectories, counts.updates) == (4, 4, 16, 6)
     assert counts.longest == counts.prompt_tokens + 16
