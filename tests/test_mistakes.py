@@ -54,6 +54,24 @@ MODULES = {
         "def untyped(x):\n    \"\"\"Do.\"\"\"\n\n\n"
         "def silent(x: int) -> str:\n    return ''\n"
     ),
+    "loss.py": (
+        "from dataclasses import dataclass\n\nfrom rl4llm import GRPO\n\n\n"
+        + "".join(
+            f"@dataclass(slots=True)\nclass {name}(GRPO):\n    def {method}:\n        return {result}\n\n\n"
+            for name, method, result in (
+                ("Nan", "credits(self, group)", "group.rewards_G / 0"),
+                ("Mean", "credits(self, group)", "group.rewards_G.mean()"),
+                ("Ragged", "credits(self, group)", "[[1.0], []]"),
+                ("Raises", "credits(self, group)", "group.reward_G"),
+                ("None_", "batch_credits(self, groups, total)", "[]"),
+                ("Summed", "surrogate(self, batch, new_BT)", "-new_BT.sum(), {}"),
+                ("Rows", "token_losses(self, batch, new_BT, entropy_BT)", "-new_BT.mean(1), {}"),
+                ("Alone", "token_losses(self, batch, new_BT, entropy_BT)", "-new_BT"),
+                ("Metric", "token_losses(self, batch, new_BT, entropy_BT)", "-new_BT, {'seen': new_BT.mean()}"),
+                ("Detached", "token_losses(self, batch, new_BT, entropy_BT)", "-new_BT.detach(), {}"),
+            )
+        )
+    ),
     "broken.py": "import nothing_like_this\n",
     "typo.py": "def f(:\n",
 }  # fmt: skip
@@ -188,6 +206,16 @@ env.remote=localhost:5 env.thoughts=dorp           | env.thoughts='dorp' is not 
 "rewards=['mine:wants']" | asks for 'level', which the dataset does not have. It can get: completions
 "rewards=['mine:nan']"                             | reward 'nan' returned nan, not a finite number
 "rewards=['mine:text']"                            | reward 'text' returned 'good', not a finite number
+algorithm.name=loss:Nan "rewards=['mine:uneven']"  | Nan returned credits that are not finite ... (loss.py:8)
+algorithm.name=loss:Mean                           | credits of shape (). Accepted: shape (2,), a number for each
+algorithm.name=loss:Ragged                         | returned credits of type list. Accepted ... (loss.py:20)
+algorithm.name=loss:Raises                         | algorithm Raises raised AttributeError: 'Group' ... (loss.py:27)
+algorithm.name=loss:None_                          | returned credits of 0 groups. Accepted: those of 2 (loss.py:32)
+algorithm.name=loss:Summed "rewards=['mine:uneven']" | returned losses of shape (). Accepted ... (loss.py:38)
+algorithm.name=loss:Rows "rewards=['mine:uneven']" | returned losses of shape (1,). Accepted ... (loss.py:44)
+algorithm.name=loss:Alone "rewards=['mine:uneven']" | returned shape (1, ... Accepted: (losses_BT, metrics) ... (loss.py:50)
+algorithm.name=loss:Metric "rewards=['mine:uneven']" | returned seen of shape (). Accepted ... (loss.py:56)
+algorithm.name=loss:Detached "rewards=['mine:uneven']" | returned losses without a gradient ... (loss.py:62)
 rewards=[] rollout.group_size=2                    | Set rewards, for example rewards=[math]
 env.name=mine:Env env.max_steps=2                  | KeyError: 'nothing' (mine.py:
 env.name=mine:Words env.max_steps=2 | Words.respond must return a list of ChatMessage ([] ends the episode), not 'Well done.'

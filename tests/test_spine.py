@@ -30,6 +30,7 @@ SEAMS = {
     "tables and contracts": (
         "core/registry.py",
         "core/tables.py",
+        "core/base_algorithm.py",
         "core/base_backend.py",
         "core/base_client.py",
         "core/base_reward.py",

@@ -102,14 +102,17 @@ class OnlineDPO(DPO):
         return differ(group.rewards_G.tolist())
 
     def credits(self, group: Group) -> Tensor:
-        """Return 1 for the best answer, -1 for the worst and NaN, which excludes them, for the others (G,).
+        """Return 1 for the best answer, -1 for the worst and 0 for the others, which do not train (G,).
 
         Of equal rewards the first counts.
         """
         rewards_G = group.rewards_G
-        credits_G = torch.full_like(rewards_G, torch.nan)
+        credits_G = torch.zeros_like(rewards_G)
         credits_G[rewards_G.argmax()], credits_G[rewards_G.argmin()] = 1.0, -1.0
         return credits_G
+
+    def learners(self, group: Group) -> list[bool]:
+        return self.credits(group).bool().tolist()
 
     def check(self, group_size: int) -> None:
         DPO.check(self, group_size)

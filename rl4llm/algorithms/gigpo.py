@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rl4llm.algorithms.functional import group_advantages
@@ -35,7 +34,7 @@ class GiGPO(GRPO):
     def credits(self, group: Group) -> Tensor:
         episode_G = self.compare(group.rewards_G)
         returns_GK = turn_returns(group, self.turn_discount)
-        credits_GK = episode_G[:, None].expand_as(returns_GK).masked_fill(returns_GK.isnan(), torch.nan)
+        credits_GK = episode_G[:, None].repeat(1, returns_GK.shape[1])
         places = defaultdict(list)  # (trajectory, turn) of the turns from each state
         for number, trajectory in enumerate(group.trajectories):
             for turn, state in enumerate(_states(trajectory)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl4llm.algorithms.functional import differ, group_advantages, kl, kl_loss
-from rl4llm.algorithms.returns import turn_returns, whiten
+from rl4llm.algorithms.returns import played_turns, turn_returns, whiten
 from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator, Needs, Total
 from rl4llm.core.base_backend import TokenMetrics
 from rl4llm.core.errors import ConfigError
@@ -113,7 +113,8 @@ class PolicyGradient(BaseAlgorithm):
         if self.credits(group).dim() == 1:
             return False
         returns_GK = turn_returns(group, 1.0 if self.turn_discount is None else self.turn_discount)
-        return any(differ(returns_G[~returns_G.isnan()].tolist()) for returns_G in returns_GK.T)
+        turns = zip(returns_GK.T, played_turns(group).T, strict=True)
+        return any(differ(returns_G[there_G].tolist()) for returns_G, there_G in turns)
 
     def learns_from(self, trajectory: Trajectory) -> bool:
         return not (self.mask_truncated and trajectory.stop_reason in TRUNCATED)
@@ -122,10 +123,9 @@ class PolicyGradient(BaseAlgorithm):
         if self.turn_discount is None:
             return self.compare(group.rewards_G)
         returns_GK = turn_returns(group, self.turn_discount)
-        credits_GK = torch.full_like(returns_GK, torch.nan)
-        for turn, returns_G in enumerate(returns_GK.T):
-            there_G = ~returns_G.isnan()
-            credits_GK[there_G, turn] = self.compare(returns_G[there_G])
+        credits_GK = torch.zeros_like(returns_GK)
+        for turn, there_G in enumerate(played_turns(group).T):
+            credits_GK[there_G, turn] = self.compare(returns_GK[there_G, turn])
         return credits_GK
 
     def compare(self, rewards_G: Tensor) -> Tensor:

@@ -18,15 +18,20 @@ from rl4llm.core.base_algorithm import KLEstimator, Total
 from rl4llm.core.types import Group, TrainBatch, Trajectory, count_turns
 
 
+def played_turns(group: Group) -> Tensor:
+    """Return whether a trajectory has a turn (G, K), bool."""
+    turns = [trajectory.num_turns for trajectory in group.trajectories]
+    return torch.arange(max([1, *turns])) < torch.tensor(turns)[:, None]
+
+
 def turn_rewards(group: Group) -> Tensor:
-    """Return what each turn earned (G, K), float64, NaN after the last turn.
+    """Return what each turn earned (G, K), float64, 0 after the last turn.
 
     The reward of the whole episode is added at its last turn, and at the last turn of every fork of its history.
     """
-    turns = [trajectory.num_turns for trajectory in group.trajectories]
-    rewards_GK = torch.full((len(turns), max(1, *turns)), torch.nan, dtype=torch.float64)
-    for row_K, trajectory, count in zip(rewards_GK, group.trajectories, turns, strict=True):
-        row_K[:count] = rewards_GK.new_tensor(trajectory.turn_rewards) if trajectory.turn_rewards else 0.0
+    rewards_GK = torch.zeros_like(played_turns(group), dtype=torch.float64)
+    for row_K, trajectory in zip(rewards_GK, group.trajectories, strict=True):
+        row_K[: len(trajectory.turn_rewards)] = rewards_GK.new_tensor(trajectory.turn_rewards)
         row_K[[max(end, 1) - 1 for _, end in _record_bounds(trajectory)]] += trajectory.reward - sum(
             trajectory.turn_rewards
         )
@@ -34,14 +39,12 @@ def turn_rewards(group: Group) -> Tensor:
 
 
 def turn_returns(group: Group, discount: float) -> Tensor:
-    """Return the reward to go at each turn (G, K), discounted per turn; NaN after the last turn.
+    """Return the reward to go at each turn (G, K), discounted per turn; 0 after the last turn.
 
     In a rewritten history the reward to go counts the turns of the fork alone.
     """
     rewards_GK = turn_rewards(group)
-    returns_GK = discounted_sums(rewards_GK.nan_to_num(0.0), discount).masked_fill(
-        rewards_GK.isnan(), torch.nan
-    )
+    returns_GK = discounted_sums(rewards_GK, discount)
     for number, trajectory in enumerate(group.trajectories):
         for start, end in _record_bounds(trajectory) if trajectory.forks else ():
             returns_GK[number, start:end] = discounted_sums(

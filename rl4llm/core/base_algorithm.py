@@ -82,8 +82,9 @@ class BaseAlgorithm(ABC):
     summed with the weights of the loss, which makes a mean over trajectories where the loss is one, and loses that
     ending; every other is their mean.
 
-    In the order in which they are called: `keep` and `learns_from` choose, `credits` says how good, `assign` turns that into
-    advantages, `token_losses` and `value_losses` into losses, and `after_step` sees what came of it.
+    In the order in which they are called: `keep` chooses groups, `credits` says how good their trajectories are, `learners`
+    and `learns_from` choose those that train, `assign` turns credits into advantages, `token_losses` and `value_losses` turn
+    these into losses, and `after_step` sees what came of it. The trainer checks what `credits` and the losses return.
     """
 
     __slots__ = ()
@@ -110,10 +111,14 @@ class BaseAlgorithm(ABC):
         """Return whether a trajectory of a kept group trains; the others still count in comparisons."""
         return True
 
-    def credits(self, group: Group) -> Tensor:
-        """Return how much better than expected each trajectory was (G,), or each of its turns (G, K); absent turns are NaN.
+    def learners(self, group: Group) -> list[bool]:
+        """Return whether each trajectory of a kept group trains; override it if that depends on the others of the group."""
+        return [self.learns_from(trajectory) for trajectory in group.trajectories]
 
-        A trajectory with only NaN takes no part in the step: it neither trains nor counts in any mean.
+    def credits(self, group: Group) -> Tensor:
+        """Return how much better than expected each trajectory was (G,), or each of its turns (G, K).
+
+        All numbers must be finite. What stands after the last turn of a trajectory is not read.
         """
         return group.rewards_G
 

@@ -11,6 +11,7 @@
     │   ├── TooManyFailuresError   too large a share of a rollout's episodes failed
     │   └── HostsDownError         no environment server is reachable; the run stops and can be resumed
     ├── RewardError        a reward function broke its contract
+    ├── AlgorithmError     an algorithm broke its contract
     ├── SandboxError       no permitted sandbox can be started
     ├── EngineError        an inference engine failed or was asked something impossible
     │   ├── StaleWeightsError   an engine does not hold the weights that it should
@@ -90,6 +91,10 @@ class HostsDownError(EnvError):
 
 class RewardError(RL4LLMError):
     """A reward function broke its contract."""
+
+
+class AlgorithmError(RL4LLMError):
+    """An algorithm broke its contract."""
 
 
 class SandboxError(RL4LLMError):

@@ -6,7 +6,9 @@ import logging
 import os
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from types import FunctionType
 
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.message import shortened
@@ -50,18 +52,34 @@ def _line(error: BaseException) -> str:
 
     Without such a frame, return the innermost of all, or nothing for an error that this library raised on purpose.
     """
-    places = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    frames = [(path if path.startswith("<") else os.path.abspath(path), line) for path, line in places]
-    users = [
-        (path, line)
-        for path, line in frames
-        if not path.startswith(("<frozen ", *_NOT_USERS)) and not _PACKAGES.intersection(Path(path).parts)
-    ]
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [(path, line) for path, line in frames if _is_users(path)]
     if not users and isinstance(error, RL4LLMError):
         return ""
-    path, line = next(reversed(users or frames), ("", 0))
-    directory = os.path.join(os.getcwd(), "")
-    return f"{_cell(path) or path.removeprefix(directory)}:{line}" if path else ""
+    return _place(*next(reversed(users or frames), ("", 0)))
+
+
+def line_of(cls: type, names: Sequence[str]) -> str:
+    """Return ``file:line`` of a method in the user's part of a class, of one of `names` if there is one; "" without any."""
+    members = (one for base in cls.__mro__ for one in vars(base).values())
+    codes = [one.__code__ for one in members if isinstance(one, FunctionType) and one.__name__[0] != "_"]
+    users = [code for code in codes if _is_users(code.co_filename)]
+    users.sort(key=lambda code: names.index(code.co_name) if code.co_name in names else len(names))
+    return _place(users[0].co_filename, users[0].co_firstlineno) if users else ""
+
+
+def _is_users(path: str) -> bool:
+    path = _absolute(path)
+    return not path.startswith(("<frozen ", *_NOT_USERS)) and not _PACKAGES.intersection(Path(path).parts)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(path) if path and path[0] != "<" else path
+
+
+def _place(path: str, line: int) -> str:
+    shown = _cell(path := _absolute(path)) or path.removeprefix(os.path.join(os.getcwd(), ""))
+    return f"{shown}:{line}" if path else ""
 
 
 def _cell(path: str) -> str:

@@ -23,6 +23,7 @@ from rl4llm.runs.checkpoint import (
 )
 from rl4llm.runs.run_dir import RunDir, replace_directory
 from rl4llm.runtime.ranks import Ranks
+from rl4llm.runtime.returned import checked_losses
 from rl4llm.runtime.watchdog import Watchdog, stop_on_signals
 from rl4llm.tracking.run import RunTracker
 
@@ -196,7 +197,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
 
     def objective(self, update: Update, step: AnyStep | None = None) -> dict[str, Any]:
         """Return the arguments of `BaseBackend.forward_backward` other than the batches of an update."""
-        return {"token_losses": self.algorithm.token_losses, "entropy": self.algorithm.needs().entropy}
+        return {"token_losses": checked_losses(self.algorithm), "entropy": self.algorithm.needs().entropy}
 
     def after_update(self, update: Update, step: AnyStep, metrics: dict[str, float]) -> dict[str, float]:
         """Handle a finished optimizer step; return its metrics under the names of the log."""

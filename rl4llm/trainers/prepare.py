@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +15,7 @@ from rl4llm.core.base_backend import BaseBackend, TokenMetrics, TokenScorer
 from rl4llm.core.types import Group, TrainBatch, Trajectory, Update
 from rl4llm.data.pack import Batching, Credit, StepTotals, filler, totals_of
 from rl4llm.runtime.ranks import Ranks
+from rl4llm.runtime.returned import Credits, checked_credits
 
 NO_CREDIT = 1e-9  # a credit this small is rounding, not a difference between rewards
 
@@ -24,11 +24,11 @@ NO_CREDIT = 1e-9  # a credit this small is rounding, not a difference between re
 class Prepared:
     """The optimizer steps of a rollout, the credits of each group's trajectories, and metrics that were measured.
 
-    A credit is a number, or a list with a number for each turn; None is a trajectory that takes no part.
+    A credit is a number, or a list with a number for each turn.
     """
 
     updates: list[Update]
-    credits: list[list[Credit]]
+    credits: list[Credits]
     metrics: dict[str, float]
 
 
@@ -56,7 +56,7 @@ class Preparation:
         ]
         if needs.reward_kl is not None:
             groups, metrics["reward/kl"] = self._with_kl_in_reward(groups, *needs.reward_kl)
-        credits = list(map(_plain, self.algorithm.batch_credits(groups, self.ranks.total)))
+        credits = checked_credits(self.algorithm, groups, self.ranks.total)
         packed = self._packed(groups, credits)
         divergence = self._divergence(groups) if needs.mismatched else None
         batches = [batch for update in packed for batch in update.batches]
@@ -78,7 +78,7 @@ class Preparation:
         self.algorithm.assign(batches, self.ranks.total)
         return Prepared(self._updates(packed, step), credits, metrics)
 
-    def _packed(self, groups: Sequence[Group], credits: Sequence[Sequence[Credit]]) -> list[Update]:
+    def _packed(self, groups: Sequence[Group], credits: Sequence[Credits]) -> list[Update]:
         """Return the micro-batches of each optimizer step, with credits only. The steps share the groups evenly, and every
         rank has equally many steps.
 
@@ -90,17 +90,17 @@ class Preparation:
         found = [self._share(groups[share], credits[share]) for share in shares]
         return [update for update, totals in found if totals.sequences] or [Update([])]
 
-    def _share(
-        self, groups: Sequence[Group], credits: Sequence[Sequence[Credit]]
-    ) -> tuple[Update, StepTotals]:
+    def _share(self, groups: Sequence[Group], credits: Sequence[Credits]) -> tuple[Update, StepTotals]:
         """Return the micro-batches of one optimizer step on this rank, and the totals of all ranks."""
         every_token = self.algorithm.needs().every_token
-        members = [one for group in groups for one in group.trajectories]
+        chain = itertools.chain.from_iterable
+        members = chain(group.trajectories for group in groups)
+        learners = chain(self.algorithm.learners(group) for group in groups)
         trajectories: list[Trajectory] = []
         given: list[Credit] = []
-        for trajectory, credit in zip(members, itertools.chain.from_iterable(credits), strict=True):
-            turns = credit if isinstance(credit, Sequence) else [] if credit is None else [credit]
-            if turns and self.algorithm.learns_from(trajectory):
+        for trajectory, credit, learns in zip(members, chain(credits), learners, strict=True):
+            turns = credit if isinstance(credit, Sequence) else [credit]
+            if turns and learns:
                 is_needed = every_token or any(abs(turn) > NO_CREDIT for turn in turns)
                 trajectories.append(trajectory)
                 given.append(credit if is_needed else None)
@@ -192,10 +192,3 @@ class Preparation:
 
         self.policy.forward_backward(batch, read, temperature=self.temperature, entropy=True)
         return found[0]
-
-
-def _plain(credits: Tensor) -> list[Credit]:
-    """Return numbers, or lists with a number for each turn; None for what takes no part."""
-    if credits.dim() == 1:
-        return [None if math.isnan(credit) else credit for credit in credits.tolist()]
-    return [turns_K[~turns_K.isnan()].tolist() for turns_K in credits]

@@ -21,6 +21,7 @@ from rl4llm.core.types import Group, SamplingParams, TrainBatch, Update
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.envs.stream import GroupStream, Staleness
+from rl4llm.runtime.returned import checked_losses
 from rl4llm.sync.inference import Inference
 from rl4llm.sync.verify import (
     check_mismatch,
@@ -133,7 +134,7 @@ class RLTrainer(BaseTrainer[RLStep]):
 
     def objective(self, update: Update, step: RLStep | None = None) -> dict[str, Any]:
         if update.model == "critic":
-            return {"token_losses": lambda batch, values_BT, _: self.algorithm.value_losses(batch, values_BT)}
+            return {"token_losses": checked_losses(self.algorithm, critic=True)}
         objective = super().objective(update) | {"temperature": self.preparation.temperature}
         return objective if step is None else objective | {"measures": partial(self._measures, update, step)}
 

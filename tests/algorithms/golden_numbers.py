@@ -149,7 +149,7 @@ def packed(
 ) -> list[TrainBatch]:
     """Return batches as `pack` makes them, with float64 numbers, after a check that they round to those of `pack`."""
     members = [
-        (trajectory, credit.reshape(-1)[~credit.reshape(-1).isnan()], credit.dim())
+        (trajectory, credit.reshape(-1)[: trajectory.num_turns], credit.dim())
         for group, credits_G in zip(trajectories.groups(), credits, strict=True)
         for trajectory, credit in zip(group.trajectories, credits_G, strict=True)
     ]

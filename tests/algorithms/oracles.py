@@ -51,7 +51,9 @@ def ids(one: Trajectory) -> list[int]:
 def batch_of(credits: Sequence[Tensor]) -> TrainBatch:
     """Put all trajectories in one row, every number in float64."""
     flat = [
-        credit[~credit.isnan()] for credits_G in credits for credit in credits_G.reshape(len(credits_G), -1)
+        credit[: one.num_turns]
+        for group, credits_G in zip(GROUPS, credits, strict=True)
+        for one, credit in zip(group.trajectories, credits_G.reshape(len(credits_G), -1), strict=True)
     ]
     numbers = itertools.count()
     numbered = [[next(numbers) for _ in turns] if credits[0].dim() == 2 else next(numbers) for turns in flat]

@@ -1,10 +1,14 @@
 """What turns earn, where the history of an episode was rewritten on the way."""
 
 import pytest
+import torch
 
 from rl4llm.algorithms.gigpo import GiGPO
+from rl4llm.algorithms.grpo import GRPO
 from rl4llm.algorithms.returns import turn_returns, turn_rewards
 from rl4llm.core.types import Group, TokenSpan, Trajectory
+from rl4llm.data.pack import Batching
+from rl4llm.runtime.returned import checked_credits
 
 
 def record(*spans):
@@ -24,7 +28,8 @@ def group():
 
 
 def numbers(values_GK):
-    return [[value for value in row if value == value] for row in values_GK.tolist()]
+    turns = zip(values_GK.tolist(), group().trajectories, strict=True)
+    return [row[: one.num_turns] for row, one in turns]
 
 
 def test_every_record_ends_with_the_return_of_its_episode():
@@ -41,3 +46,31 @@ def test_turns_of_a_fork_are_compared_where_their_states_recur():
                                        zip(numbers(plain), numbers(compared), strict=True))  # fmt: skip
     assert first == pytest.approx(-other) and first > 0  # both after the prompt
     assert second == fork == 0.0  # the only ones from their states
+
+
+def test_a_turn_that_two_versions_wrote_counts_once():
+    (opening, said), (asked, ended) = record([1], [2, 3]), record([4], [5, 6])
+    first, rest = (
+        TokenSpan((token,), "policy", (-0.5,), version) for version, token in enumerate(said.token_ids)
+    )
+    other = Trajectory("p", record([1], [7], [8], [9]), (), {}, 0.25, "done")
+
+    def numbers(*spans):
+        group = Group("p", (Trajectory("p", spans, (), {}, 1.0, "done", turn_rewards=(0.5, 0.25)), other))
+        (credits,) = checked_credits(GiGPO(), [group], lambda tensor: tensor)
+        (batch,) = Batching().pack(group.trajectories, credits)
+        turns = GRPO(turn_discount=0.5).credits(group)
+        return [turn_rewards(group), turn_returns(group, 0.5), turns, batch.credits_BT]
+
+    whole, continued = numbers(opening, said, asked, ended), numbers(opening, first, rest, asked, ended)
+    assert all(one.equal(two) for one, two in zip(whole, continued, strict=True))
+
+
+def test_numbers_after_the_last_turn_are_not_read():
+    class Padded(GiGPO):
+        def credits(self, group):
+            return turn_rewards(group).where(turn_rewards(group) > 0, torch.nan)
+
+    short, long = Trajectory("p", record([1], [7]), (), {}, 0.25, "done"), record([1], [7], [8], [9])
+    longer = Group("p", (short, Trajectory("p", long, (), {}, 1.0, "done", turn_rewards=(0.5, 0.5))))
+    assert checked_credits(Padded(), [longer], None) == [[[0.25], [0.5, 0.5]]]

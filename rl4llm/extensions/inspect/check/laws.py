@@ -295,12 +295,19 @@ def loss(bench: Bench) -> str:
     if isinstance(trainer, RLTrainer) and all(_alike(group) for group in groups):
         raise NotNeeded("all samples of each prompt are equal, so their gradients cancel out")
     lengths = [trajectory.num_tokens for group in groups for trajectory in group.trajectories]
+    whole = _batches(trainer, groups, sum(lengths))
+    one, norms = _gradient(trainer, whole)
+    if norms == 0 and any((batch.advantages_BT * batch.weights_BT).any() for batch in whole):
+        raise RL4LLMError(
+            "The gradient is zero, but tokens have advantages, so nothing would be learned. Next: have token_losses of "
+            f"algorithm.name={bench.config.algorithm['name']} return losses that depend on its log-probs."
+        )
     pieces = [sum(t.num_tokens for t in group.trajectories) for group in groups]
     smallest = max(pieces if trainer.algorithm.needs().whole_groups else lengths)
-    whole, cut = (_batches(trainer, groups, budget) for budget in (sum(lengths), smallest))
+    cut = _batches(trainer, groups, smallest)
     if len(cut) < 2:
         raise NotNeeded("these episodes cannot be split into two micro-batches")
-    (one, _), (other, parts) = _gradient(trainer, whole), _gradient(trainer, cut)
+    other, parts = _gradient(trainer, cut)
     if parts == 0:
         raise NotNeeded("the gradient is zero, so there is nothing to compare")
     apart = (one - other).norm().item() / parts

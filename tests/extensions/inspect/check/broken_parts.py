@@ -41,6 +41,13 @@ def misspelled(text: str) -> str:
     return txet  # noqa: F821
 
 
+class Unmoved(GRPO):
+    """Has a gradient, which is zero."""
+
+    def surrogate(self, batch, logprobs_BT):
+        return batch.advantages_BT * (logprobs_BT - logprobs_BT), {}
+
+
 class MeanOfMicroBatch(GRPO):
     """Divides by the tokens of the batch that it happens to be given."""
 

@@ -234,6 +234,13 @@ def test_a_loss_that_is_a_mean_of_its_micro_batch_fails(small, autocast):
     assert results["log-probs"].status == "passed"
 
 
+def test_a_loss_without_an_effect_fails(small):
+    results = on(small({"algorithm.name": "broken_parts:Unmoved"}), "data", "rewards", *NAMED)
+    assert failed(
+        results["loss"], "The gradient is zero", "token_losses of algorithm.name=broken_parts:Unmoved"
+    )
+
+
 @pytest.mark.parametrize("lost", ["", "layers.1.mlp.down_proj"])
 def test_adapter_that_is_not_merged_whole_fails(small, lost, monkeypatch):
     merged = LoraAdapter.merged_parameters
