@@ -70,6 +70,11 @@ ALGORITHMS = _of(
     ("whitening_mean_over_ranks", "returns.py", "mean = summed / count.clamp(min=1)", "mean = flat_N.mean()",
      f"{ARRANGED}[ppo-]"),
     ("gae_discount", "returns.py", "gamma * next_SL", "next_SL", GOLDEN),
+    ("turn_of_two_versions", "../core/types.py", "for author, _ in groupby(span.author for span in spans)",
+     "for author in [span.author for span in spans]",
+     "test_returns.py::test_a_turn_that_two_versions_wrote_counts_once"),
+    ("numbers_after_the_last_turn", "../runtime/returned.py", "[row[:count] for", "[row for",
+     "test_returns.py::test_numbers_after_the_last_turn_are_not_read"),
     ("reward_at_the_end_of_turn", "returns.py", "batch.credits_BT * turn_ends(batch)", "batch.credits_BT * 1", ORACLES),
     ("pair_sign", "sequences.py", "side(1) - side(-1)", "side(-1) - side(1)", GOLDEN),
 )  # fmt: skip
@@ -125,6 +130,14 @@ TRAINERS = _of(
      f"../algorithms/{ARRANGED}[grpo-]"),
     ("critic_warm_up", "prepare.py", "step >= critic.warmup_steps", "step >= 0",
      "test_needs.py::test_in_the_warm_up_only_the_critic_learns"),
+    ("credits_not_finite", "../runtime/returned.py", "if not all(map(math.isfinite,", "if not all(map(float,",
+     "../test_mistakes.py::test_a_wrong_key_is_answered_with_the_next_step"),
+    ("losses_without_a_gradient", "../runtime/returned.py", "if numbers_BT.requires_grad and not", "if False and not",
+     "../test_mistakes.py::test_a_wrong_key_is_answered_with_the_next_step"),
+    ("zero_gradient_in_check", "../extensions/inspect/check/laws.py", "if norms == 0 and any(", "if norms < 0 and any(",
+     "../extensions/inspect/check/test_check.py::test_a_loss_without_an_effect_fails"),
+    ("margin_of_a_row", "../data/demonstrations.py", 'row.get("margin", 0.0)', "0.0",
+     "test_preferences.py::test_a_reward_model_learns_the_margin_of_a_row"),
     ("steps_of_epochs", "../compose/supervised.py", "math.ceil(round(epochs * rows / batch, 6))", "math.ceil(epochs)",
      "test_preferences.py::test_epochs_are_passes_over_the_rows_and_resume"),
     ("refills_until_full", "rl.py", "(missing := wanted - self._count(step)[0]) > 0",
@@ -236,6 +249,8 @@ REWARDS = _of(
     "tests/rewards",
     ("failures_are_not_scored", "scoring.py", "values.masked_fill(~left, math.nan)", "values.masked_fill(~left, 0.0)",
      "test_score.py::test_a_sample_that_one_reward_failed_counts_for_no_reward"),
+    ("equal_items_of_a_list", "compare.py", "left.pop(verdicts.index(True))", "verdicts.index(True)",
+     "test_compare.py::test_different_numbers_and_words_are_different"),
 )  # fmt: skip
 
 MUTANTS = {

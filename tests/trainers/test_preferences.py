@@ -315,6 +315,16 @@ def test_a_reward_model_ranks_new_pairs_and_teaches_a_policy(model_dir, tmp_path
     assert sum(seen[-3:]) / 3 > 0.4 > 0.2 > seen[0]
 
 
+def test_a_reward_model_learns_the_margin_of_a_row(model_dir, tmp_path):
+    def loss(margin):
+        rows = [row | {"margin": margin} for row in pairs(1, 0)]
+        make(RewardTrainer, model_dir, rows, tmp_path / f"{margin}", rollout={"prompts": 1}).train()
+        return column(tmp_path / f"{margin}", "loss")[0]
+
+    difference = -math.log(math.expm1(loss(0.0)))
+    assert loss(2.0) == pytest.approx(math.log1p(math.exp(2.0 - difference)), rel=1e-5)
+
+
 def test_a_reward_model_gives_the_scores_of_its_training(model_dir, tmp_path):
     rows = pairs(8, 0)
     run = make(
