@@ -84,12 +84,7 @@ class Registry(Generic[T]):
 
     def _add(self, item: Item, name: str | None) -> Item:
         if name is None:
-            name = getattr(item, "__name__", "")
-        if not name.strip() or name == "<lambda>":
-            raise ConfigError(
-                f"{self.where}: {item!r:.100} cannot be registered without a name. Accepted: a class or function with a "
-                "`__name__`, or a name in parentheses, as in register('name')."
-            )
+            name = str(item.__name__)  # type: ignore[attr-defined]  # which Python says that others lack
         known = self._items.get(name)
         if known is not None and known is not item and known != _path(item) and not _again(known, item):
             raise ConfigError(f"{self.where}={name!r} is already registered as {self._items[name]!r}.")

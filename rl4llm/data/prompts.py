@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl4llm.core.errors import CheckpointError, ConfigError
+from rl4llm.core.errors import CheckpointError
 from rl4llm.runtime.seeds import derive_seed
 
 
@@ -37,11 +37,6 @@ class PromptStream:
         seed: int = 42,
         shuffle: bool = True,
     ):
-        for name, value in {"num_rows": num_rows, "batch_size": batch_size, "world_size": world_size}.items():
-            if value < 1:
-                raise ConfigError(f"PromptStream: {name}={value} is not accepted. Accepted: 1 or more.")
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"PromptStream: rank={rank} is not accepted. Accepted: 0 to {world_size - 1}.")
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.rank = rank
