@@ -726,5 +726,9 @@ def test_rate_that_a_program_sets_has_no_warning():
     assert rate_warnings(config)
     config.training.lr = 1e-4
     assert rate_warnings(config) == []
-    config.training.lr = 0.0
+    config.training.warmup_steps, config.max_steps = 200, 50
+    assert "ends at 25% of training.lr=0.0001" in rate_warnings(config)[0]
+    config.training.passes_per_rollout = 4
+    assert rate_warnings(config) == []
+    config.training.lr = 1e-30
     assert "nothing is learned" in rate_warnings(config)[0]

@@ -27,6 +27,8 @@ from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import check_reward
 from rl4llm.runs.run_dir import RunDir
 
+LEAST_LR = 1e-12
+"""A step of AdamW moves a weight by about this, which rounding in float32 hides for weights above 0.00002."""
 T = TypeVar("T")
 
 
@@ -137,15 +139,23 @@ def _escapes(config: Config) -> list[str]:
 
 
 def rate_warnings(config: Config) -> list[str]:
-    """Return a warning if the learning rate is the default, with which adapters and small models hardly learn.
+    """Return a warning if the learning rate is the default, changes nothing, or never gets through its warm-up.
 
     >>> from rl4llm.config import load_config
     >>> rate_warnings(load_config(overrides={"model.path": "m", "training.lr": 1e-6}))
     []
     """
-    lr = config.training.lr
-    if not lr:
-        return ["training.lr=0: steps change no weight, so nothing is learned. Set it above 0, such as 1e-5."]
+    training, lr = config.training, config.training.lr
+    if lr < LEAST_LR:
+        return [
+            f"training.lr={lr:g}: steps change no weight, so nothing is learned. Set it higher, such as 1e-5."
+        ]
+    steps = config.max_steps * training.updates_per_rollout * training.passes_per_rollout
+    if 0 < steps < training.warmup_steps:
+        return [
+            f"training.warmup_steps={training.warmup_steps} is more than the {steps} optimizer steps of the run, so it ends "
+            f"at {steps / training.warmup_steps:.0%} of training.lr={lr:g}. Set it lower."
+        ]
     if "training.lr" in config.given or lr != TrainingConfig.lr:
         return []
     fits = "for models of 1.5 billion parameters and more. Set training.lr=1e-5 for smaller ones, or 1e-4 for tiny ones"
