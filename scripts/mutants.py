@@ -73,8 +73,6 @@ ALGORITHMS = _of(
     ("turn_of_two_versions", "../core/types.py", "for author, _ in groupby(span.author for span in spans)",
      "for author in [span.author for span in spans]",
      "test_returns.py::test_a_turn_that_two_versions_wrote_counts_once"),
-    ("numbers_after_the_last_turn", "../runtime/returned.py", "[row[:count] for", "[row for",
-     "test_returns.py::test_numbers_after_the_last_turn_are_not_read"),
     ("reward_at_the_end_of_turn", "returns.py", "batch.credits_BT * turn_ends(batch)", "batch.credits_BT * 1", ORACLES),
     ("pair_sign", "sequences.py", "side(1) - side(-1)", "side(-1) - side(1)", GOLDEN),
 )  # fmt: skip

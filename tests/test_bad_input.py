@@ -37,7 +37,7 @@ wrong path      | eval nowhere.yaml                                | There is no
 wrong path      | collect nowhere.yaml --out x.jsonl               | There is no configuration file nowhere.yaml
 wrong path      | train small.yaml model.path=./nowhere            | nowhere
 wrong path      | train .                                          | '.' is a directory
-wrong path      | eval small.yaml --out nowhere/x.json             | the directory nowhere does not exist
+wrong path      | eval small.yaml --out nowhere/x.json             | nowhere/x.json cannot be written: No such file
 wrong path      | eval small.yaml --compare nowhere.json           | --compare nowhere.json cannot be read
 wrong path      | grade nowhere.jsonl                              | The dataset 'nowhere.jsonl' does not exist
 wrong path      | export nowhere --out x                           | nowhere is not a run

@@ -83,11 +83,8 @@ def train(
         "max_tokens": options.new_tokens,
         "max_staleness": bound,
     }
-    keys = {
-        "training.passes_per_rollout": options.passes,
-        "env.max_steps": 2 if options.tool_s else 1,
-        "threads": 1,
-    }
+    turns = 2 if options.tool_s else 1
+    keys = {"training.passes_per_rollout": options.passes, "env.max_steps": turns, "threads": 1}
     keys |= {"model.autocast": "auto" if torch.cuda.is_available() else "none", "output.dir": str(output)}
     keys |= {"eval.every": 0, "checkpoint.every": 0, "max_steps": warm_up(options) + options.steps + bound}
     rows = [{"prompt": prompt, "ground_truth": ""} for prompt in prompts]

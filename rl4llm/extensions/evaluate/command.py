@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_json
 from rl4llm.commands.output import meanwhile, say, show, table, write_json
-from rl4llm.core.errors import ConfigError, DataError, RunDirError
+from rl4llm.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -248,11 +248,9 @@ def _check(arguments: argparse.Namespace, ks: Sequence[int]) -> None:
         return
     if arguments.out.exists():
         raise ConfigError(f"{arguments.out} exists. Next: remove it, or choose another file.")
-    if not arguments.out.parent.is_dir():
-        raise RunDirError(
-            f"{arguments.out} cannot be written: the directory {arguments.out.parent} does not exist."
-        )
-    _write(arguments.out, {})  # finds a read-only disk now and not after the evaluation
+    _write(
+        arguments.out, {}
+    )  # finds a missing directory and a read-only disk now and not after the evaluation
     arguments.out.unlink()
 
 

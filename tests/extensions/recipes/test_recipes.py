@@ -313,12 +313,7 @@ def test_a_killed_repetition_leaves_no_stage(small, tmp_path):
     ("", "is not accepted"),
     ("title: A", "learns is missing"),
     ("title: 5", "title=5 is not accepted"),
-    ("seeds: []", "seeds is missing or empty"),
-    ("variants: {a: x}", "lists of overrides by name"),
     ("stages: train x", "a list, each item a string"),
-    ("stages: ['{overrides}']", "begins with a command"),
-    ('stages: ["train \'x"]', "closes its quotes"),
-    ('data: "python \'x"', "closes its quotes"),
     ("expected: [{variant: a}]", "before, after and source"),
     ("stage: []", r"Did you mean 'stages'\?"),
 ])  # fmt: skip
