@@ -91,8 +91,8 @@ training.lr=fast                                   | training.lr='fast' is not a
 training.lr=-1                                     | training.lr=-1.0 is not accepted: a finite number, 0 or above
 training.lrr=1                                     | Did you mean 'training.lr'
 learning_rate=1                                    | 'learning_rate' is a key of TRL: here it is `training.lr`
-num_train_epochs=3                                 | is a key of TRL: here it is `max_steps` ... `training.epochs`
-training.num_train_epochs=3                        | is a key of TRL: here it is `max_steps` ... `training.epochs`
+num_train_epochs=3                                 | is a key of TRL: here it is `training.epochs` with a dataset
+training.num_train_epochs=3                        | is a key of TRL: here it is `training.epochs` with a dataset
 training.epochs=3                                  | Did you mean training.passes_per_rollout
 learning_rat=1                                     | Did you mean 'learning_rate'? It is a key of TRL
 training=1                                         | training=1 is not accepted. Accepted: a mapping of keys
