@@ -58,7 +58,8 @@ def reasoning_prompts(
                 "prompt_id": f"{task}-{split}-{len(rows)}",
                 "messages": [*system, {"role": "user", "content": question}],
                 "ground_truth": problem["answer"],
-                COLUMN: {"task": task, "options": options, "number": number, "question": question},
+                COLUMN: {"task": task, "options": options, "number": number, "question": question}
+                | {"evaluates": problem["evaluates"]},
             }
         if len(rows) == limit:
             break
@@ -107,5 +108,10 @@ def _checked(task: str, options: str, made: Any) -> dict[str, Any]:
     if "option" in made:
         raise ConfigError(
             unknown(f"env.task={task}: an option in env.task_options", made["option"], made["accepted"])
+        )
+    if made["blind"]:
+        raise ConfigError(
+            f"env.task={task!r}: the verifier of reasoning-gym pays the answers of other problems, so one constant reply "
+            "earns every reward. Choose another task."
         )
     return made

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
 from rl4llm.core.errors import DataError
+from rl4llm.core.registry import from_extension
 from rl4llm.core.schema import checked
 from rl4llm.rewards.extract import final_answer
-from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
+from rl4llm.rewards.pool import Crash, Fault, RewardFailure, Timeout, Unavailable, VerifierPool
 
 VERIFIER = Path(__file__).with_name("_reasoning_gym.py")
 COLUMN = "reasoning"
+EVALUATES = "evaluates"  # what a worker returns for an answer that only the sandbox may evaluate
+START_S = 120.0  # for the import of reasoning-gym in a sandbox
+PATIENCE = 10  # as in the verifier's file
+SHARE = 16  # answers that are worth the start of a sandbox
+FAULTS = {"timeout": Timeout, "crash": Crash}
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningReward(BaseBatchReward):
     """Scores the answer in the last reply with the verifier of the prompt's task.
 
-    Verifiers run in worker processes with a time limit. If 0.0 is not the verifier's verdict, its reason is in
-    ``sample.extras["reward_notes"][name]``: no_answer, refused (too long), timeout or crash (of the verifier, or
-    because it would evaluate an answer that calls functions). A sample fails if no worker can be started.
+    Verifiers run in worker processes with a time limit, and those that evaluate an answer in the sandbox. If 0.0 is not
+    the verifier's verdict, its reason is in ``sample.extras["reward_notes"][name]``: no_answer, refused (too long),
+    timeout or crash of the verifier. A sample fails if no worker or sandbox can be started.
 
     Args:
         name: name of the score in the logs.
@@ -34,6 +43,7 @@ class ReasoningReward(BaseBatchReward):
         timeout_s: time limit of one answer, in seconds.
         memory_bytes: address space of one worker, in bytes.
         max_answer_chars: longer answers score 0.0 without being verified.
+        sandbox: where answers are evaluated; by default the strongest level that this machine supports.
     """
 
     success_at = 1.0
@@ -48,8 +58,13 @@ class ReasoningReward(BaseBatchReward):
         timeout_s: float = 5.0,
         memory_bytes: int = 2 * 1024**3,
         max_answer_chars: int = 4000,
+        sandbox: Any = None,
     ):
         super().__init__(name)
+        self.timeout_s = timeout_s
+        self.memory_bytes = memory_bytes
+        places = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        self.sandbox = (sandbox or from_extension("sandbox", f"rewards.{name}")()).importing(places)
         self.extract = extract
         self.max_answer_chars = max_answer_chars
         self.pool = VerifierPool(
@@ -60,7 +75,11 @@ class ReasoningReward(BaseBatchReward):
         """Return one score per sample, or a RewardFailure for a sample without a verdict."""
         answers = [self._answer(sample) for sample in samples]
         asked = [i for i, (answer, _) in enumerate(answers) if answer is not None]
-        verdicts = self.pool.map([[*_problem(samples[i].columns), answers[i][0]] for i in asked])
+        tasks = [[*_problem(samples[i].columns), answers[i][0]] for i in asked]
+        verdicts = self.pool.map([[*task, False] for task in tasks])
+        inside = [i for i, verdict in enumerate(verdicts) if verdict == EVALUATES]
+        for i, verdict in zip(inside, self._evaluated([tasks[i] for i in inside]), strict=True):
+            verdicts[i] = verdict
         scores: list[float | RewardFailure] = [0.0] * len(samples)
         notes = [note for _, note in answers]
         for i, verdict in zip(asked, verdicts, strict=True):
@@ -70,8 +89,37 @@ class ReasoningReward(BaseBatchReward):
                 sample.extras.setdefault("reward_notes", {})[self.name] = note
         return scores
 
+    def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
+        """Raise SandboxError if the task evaluates answers and no sandbox can be used, and DataError without a problem."""
+        _problem(columns)
+        if columns[COLUMN].get("evaluates"):
+            self.sandbox.probe()
+
     def close(self) -> None:
         self.pool.close()
+        self.sandbox.close()
+
+    def _evaluated(self, tasks: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the verdicts of verifiers that evaluate answers, a share of them in each slot of the sandbox."""
+        size = max(SHARE, -(-len(tasks) // self.sandbox.slots))
+        shares = [tasks[first : first + size] for first in range(0, len(tasks), size)]
+        with ThreadPoolExecutor(self.sandbox.slots, thread_name_prefix="rl4llm-reasoning") as threads:
+            return [verdict for verdicts in threads.map(self._in_sandbox, shares) for verdict in verdicts]
+
+    def _in_sandbox(self, tasks: Sequence[Sequence[Any]]) -> list[Any]:
+        outcome = self.sandbox.run_script(
+            f"{VERIFIER.read_text()}\nscore_each({self.timeout_s}, {self.memory_bytes})\n",
+            json.dumps(tasks),
+            wall_s=START_S + PATIENCE * self.timeout_s * len(tasks),
+            memory_bytes=2 * self.memory_bytes,  # one process makes the problems, and one evaluates
+        )
+        if outcome.status == "ok":
+            verdicts = json.loads(outcome.stdout.splitlines()[-1])
+            return [FAULTS[one[0]](one[1]) if isinstance(one, list) else one for one in verdicts]
+        if outcome.status == "infra_error" or len(tasks) == 1:
+            return [Unavailable(outcome.reason)] * len(tasks)
+        # one answer must not cost the others their scores
+        return [verdict for task in tasks for verdict in self._in_sandbox([task])]
 
     def _answer(self, sample: SampleState) -> tuple[str | None, str | None]:
         """Return the answer, or None and the reason why there is nothing to verify."""

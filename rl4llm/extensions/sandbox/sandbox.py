@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ class Sandbox:
             raise ConfigError(
                 f"sandbox.packages={list(packages)} is not accepted with sandbox.level={level!r}: programs run elsewhere."
             )
+        self._entries = tuple(packages)
         self.packages, self._modules = mounted(packages)
         self.loopback = loopback
         self.limits = limits or Limits()
@@ -109,6 +110,17 @@ class Sandbox:
         finally:
             self._free.put(slot)
         return self._counted(outcome)
+
+    def run_script(self, source: str, stdin: str, *, wall_s: float, memory_bytes: int) -> Outcome:
+        """Return the outcome of a script with this input, for callers that only have the sandbox."""
+        limits = replace(self.limits, wall_s=wall_s, total_s=wall_s, memory_bytes=memory_bytes)
+        return self.run(Program(source, stdin=stdin), limits)
+
+    def importing(self, packages: Sequence[str]) -> Sandbox:
+        """Return a sandbox like this one whose programs may also import these; on another machine they are installed."""
+        options = {name: getattr(self, name) for name in ("allow_weak", "slots", "loopback", "limits")}
+        added = () if self._elsewhere else packages
+        return Sandbox(self.level, packages=[*self._entries, *added], **options)
 
     def probe(self) -> LevelProbe:
         """Return the active level and its tested properties. Raises SandboxError if no level can be used."""

@@ -1,6 +1,7 @@
 """Tasks of reasoning-gym: prompts that the environment brings, verifiers as rewards, and no answer that runs."""
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -11,12 +12,14 @@ from rl4llm.compose import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.base_reward import as_sample
-from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.errors import ConfigError, DataError, SandboxError
 from rl4llm.extensions.adapters.reasoning_gym import ReasoningGymEnv, reasoning_prompts
 from rl4llm.extensions.adapters.reasoning_reward import ReasoningReward
+from rl4llm.extensions.sandbox import Sandbox
 from rl4llm.rewards.pool import RewardFailure
 from rl4llm.testing import check_env
 
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 library = pytest.importorskip("reasoning_gym", reason="the package reasoning-gym is not installed")
 
 CONFIG = Path(__file__).parents[3] / "configs" / "reasoning_gym_grpo.yaml"
@@ -135,19 +138,56 @@ def test_texts_of_datasets_are_refused_with_generated_prompts(model_dir, tmp_pat
         build_trainer(load_config(CONFIG, [*given, "data.prompt_template='Q: {prompt}'"]))
 
 
-def test_an_answer_is_never_run(rows, reward, tmp_path):
-    row, files = rows["spiral_matrix"][0], [tmp_path / f"{number}" for number in range(4)]
-    attacks = [
-        f"__import__('pathlib').Path('{files[0]}').touch()",
-        f"[open('{files[1]}', 'w') for x in (1,)]",
-        f"(lambda f: f('{files[2]}', 'w'))(open)",
-        f"open # \n ('{files[3]}', 'w')",
-    ]
+def hidden(code):
+    """Return a string literal without a bracket that runs code where sympy evaluates it."""
+    return '"' + f"exec({code!r})".replace("(", r"\x28").replace(")", r"\x29").replace('"', r"\x22") + '"'
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("task", ["spiral_matrix", "simple_integration"])
+def test_a_reply_runs_no_code_and_forges_no_reward(reward, tmp_path, task):
+    (row,) = reasoning_prompts("train", 1, task=task)
+    touch = f"__import__('pathlib').Path('{tmp_path}/file').touch()"
+    forge = "import sympy; sympy.simplify = lambda e: 0"
+    attacks = [touch, f"[{touch} for x in (1,)]", f"(lambda: {touch})()", f"exec\n ({forge!r}) or 0", hidden(touch),
+               f"{hidden(forge)} or 0", f"sin({hidden(forge)})", "().__class__", f"S({hidden(forge)})"]  # fmt: skip
     samples = [answered(row, f"<answer>{attack}</answer>") for attack in attacks]
-    assert reward.score_batch(samples) == [0.0] * 4
-    notes = {sample.extras["reward_notes"]["reasoning_gym"] for sample in samples}
-    assert notes == {"crash: ValueError: the answer calls a function, which this task's verifier would run"}
-    assert not any(file.exists() for file in files)
+    assert reward.score_batch(samples) == [0.0] * len(attacks)
+    assert not any(tmp_path.iterdir())
+    assert reward.score_batch([answered(row, f"<answer>{row['ground_truth']}</answer>")]) == [1.0]
+
+
+@needs_bubblewrap
+def test_answers_are_evaluated_in_the_sandbox(reward):
+    """One answer that takes too long or too much memory costs the others nothing."""
+    (row,) = reasoning_prompts("train", 1, task="countdown")
+    said = [row["ground_truth"], "9**9**9**9", "1", row["ground_truth"]]
+    before = reward.sandbox.counts["ok"]
+    samples = [answered(row, f"<answer>{text}</answer>") for text in said]
+    assert reward.score_batch(samples) == [1.0, 0.0, 0.05, 1.0]
+    assert samples[1].extras["reward_notes"]["reasoning_gym"].startswith(("timeout: ", "crash: "))
+    assert reward.sandbox.counts["ok"] == before + 1
+
+
+def test_tasks_that_evaluate_need_a_sandbox(rows):
+    (row,) = reasoning_prompts("train", 1, task="countdown")
+    with closing(ReasoningReward(workers=1, sandbox=Sandbox("rlimits"))) as reward:
+        right = [
+            answered(one, f"<answer>{one['ground_truth']}</answer>")
+            for one in (row, rows["spiral_matrix"][0])
+        ]
+        failure, score = reward.score_batch(right)
+        assert isinstance(failure, RewardFailure) and "sandbox.allow_weak=true" in str(failure)
+        assert score == 1.0
+        with pytest.raises(SandboxError, match=r"sandbox\.allow_weak=true"):
+            reward.check_row(None, right[0].columns)
+        reward.check_row(None, right[1].columns)
+
+
+@pytest.mark.parametrize("task", ["puzzle24", "game_of_life_halting"])
+def test_verifiers_that_pay_any_problems_answer_are_refused(task):
+    with pytest.raises(ConfigError, match=f"env.task='{task}'.*pays the answers of other problems"):
+        reasoning_prompts("train", 2, task=task)
 
 
 def test_nan_is_near_no_answer(reward):
@@ -155,21 +195,6 @@ def test_nan_is_near_no_answer(reward):
     said = [row["ground_truth"], "nan", "((NaN))", "1 + nani", "nani", "inf"]
     scores = reward.score_batch([answered(row, f"<answer>{text}</answer>") for text in said])
     assert scores == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_calls_are_distinguished_from_arithmetic():
-    from rl4llm.extensions.adapters._reasoning_gym import (
-        calls_something,
-    )  # in the trainer it is only loaded by path
-
-    harmless = [
-        "82 + 20 - (67*50)", "[[1, 2], [3, -4]]", "x**2/2 + sin(x)*exp(2*x) + C", "1 2 3", "it is (probably", "()",
-    ]  # fmt: skip
-    harmful = [
-        "f(1)", "().__class__", "x.y(1)", "sin('print(1)')", "sin(f(1))", "5! + print(1)", "(a)(b)", "print\\\n(1)",
-    ]  # fmt: skip
-    assert [text for text in harmless if calls_something(text)] == ["it is (probably"]
-    assert [text for text in harmful if not calls_something(text)] == []
 
 
 def test_prompt_without_a_library_problem_is_not_scored(rows, reward):
