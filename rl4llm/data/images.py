@@ -13,6 +13,7 @@ import hashlib
 import io
 import os
 import secrets
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
 from numpy.typing import NDArray
 
 from rl4llm.core.errors import BadRowError, DataError
@@ -31,8 +31,8 @@ from rl4llm.core.message import is_encoded
 from rl4llm.core.types import ChatMessage
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_BYTES, MAX_PIXELS = 32 << 20, 1 << 25
-"""Limits of an image: of its file, and of its pixels, which take 3 bytes each when they are decoded."""
+MAX_BYTES, MAX_PIXELS, MAX_SIDE = 32 << 20, 1 << 25, 0xFFFF
+"""Limits of an image: of its file, of its pixels, which take 3 bytes each when they are decoded, and of its sides."""
 
 MAX_IMAGES = 64
 """The most images of a row."""
@@ -42,6 +42,7 @@ COLUMNS, MARK = ("image", "images"), "<image>"
 KEPT = 512  # images whose pixels stay in memory
 
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+_TURNS = dict(enumerate(map(PIL.Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), 2))  # by orientation
 
 Pixels = NDArray[np.uint8]
 """RGB (H, W, 3)."""
@@ -61,10 +62,7 @@ def read_picture(value: Any, directory: Path | None = None) -> Picture:
 
 def size_of(picture: Picture) -> tuple[int, int]:
     """Return the height and width of a picture as it is shown, read from its header."""
-    image = _opened(picture)
-    # The method of PNG would decode the pixels, to find what may follow them.
-    turned = PIL.Image.Image.getexif(image).get(_ORIENTATION, 1) in _ON_ITS_SIDE
-    return (image.width, image.height) if turned else (image.height, image.width)
+    return _shape(_opened(picture))
 
 
 def canonical(picture: Picture, size: Callable[[int, int], tuple[int, int]], resample: int) -> Pixels:
@@ -73,20 +71,37 @@ def canonical(picture: Picture, size: Callable[[int, int], tuple[int, int]], res
     Raises BadRowError for an image that cannot be decoded or resized.
     """
     image = _opened(picture)
+    turn = _TURNS.get(_orientation(image))
     try:
+        height, width = size(*_shape(image))
         image.load()
-        image = PIL.ImageOps.exif_transpose(image)
+        if turn is not None:
+            image = image.transpose(turn)
         if image.has_transparency_data:
             image = image.convert("RGBA")
             ground = PIL.Image.new("RGBA", image.size, "white")
             image = PIL.Image.alpha_composite(ground, image)
         image = image.convert("RGB")
-        height, width = size(image.height, image.width)
     except (OSError, ValueError, SyntaxError) as error:
         raise BadRowError(f"the image cannot be used: {error}.") from error
     if (width, height) != image.size:
         image = image.resize((width, height), resample=resample)
     return np.asarray(image, np.uint8)
+
+
+def _shape(image: PIL.Image.Image) -> tuple[int, int]:
+    """Return the height and width of an opened image as it is shown; nothing is decoded."""
+    turned = _orientation(image) in _ON_ITS_SIDE
+    return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def _orientation(image: PIL.Image.Image) -> int:
+    """Return how EXIF turns an image, 1 for broken metadata, which are no fault of the pixels."""
+    try:
+        # The method of PNG would decode the pixels, to find what may follow them.
+        return int(PIL.Image.Image.getexif(image).get(_ORIENTATION, 1))
+    except (OSError, ValueError, TypeError, SyntaxError, struct.error):
+        return 1
 
 
 class RowImages:
@@ -258,15 +273,19 @@ def _of_text(text: str, directory: Path | None) -> Picture:
 def _of_file(text: str, directory: Path | None) -> Picture:
     if directory is None:
         raise BadRowError(f"the image {text[:80]!r} is a path, but the rows come from no directory.")
-    file, root = (directory / text).resolve(), directory.resolve()
-    if not file.is_relative_to(root):
-        raise BadRowError(f"the image {text[:80]!r} is not below {root}, the directory of the data.")
     try:
+        file, root = (directory / text).resolve(), directory.resolve()
+        if not file.is_relative_to(root):
+            raise BadRowError(f"the image {text[:80]!r} is not below {root}, the directory of the data.")
         if file.stat().st_size > MAX_BYTES:
             raise BadRowError(f"the image {text[:80]!r} has more than {MAX_BYTES:,} bytes.")
+        if not file.is_file():  # reading a pipe would wait for ever
+            raise BadRowError(f"the image {text[:80]!r} is not a file.")
         return Picture(file.read_bytes())
-    except OSError as error:
-        raise BadRowError(f"the image {text[:80]!r} cannot be read: {error.strerror}.") from error
+    except (OSError, ValueError) as error:
+        raise BadRowError(
+            f"the image {text[:80]!r} cannot be read: {getattr(error, 'strerror', error)}."
+        ) from error
 
 
 def _decoded(text: str) -> bytes:
@@ -286,8 +305,10 @@ def _opened(picture: Picture) -> Any:
         raise BadRowError(
             f"the image is no {', '.join(FORMATS)} file: {picture.data[:12]!r}... Convert it, or remove the row."
         ) from error
-    if image.width * image.height > MAX_PIXELS:
-        raise BadRowError(f"the image has {image.width} x {image.height} pixels. Accepted: {MAX_PIXELS:,}.")
+    if image.width * image.height > MAX_PIXELS or max(image.size) > MAX_SIDE:
+        raise BadRowError(
+            f"the image has {image.width} x {image.height} pixels. Accepted: {MAX_PIXELS:,}, {MAX_SIDE:,} a side."
+        )
     if (frames := getattr(image, "n_frames", 1)) > 1:
         raise BadRowError(f"the image has {frames} frames. Accepted: one.")
     return image

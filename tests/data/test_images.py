@@ -3,11 +3,13 @@
 import base64
 import io
 import json
+import os
 import struct
 import zlib
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import pytest
 from vision_models import vision_directories, vision_directory, vision_of  # noqa: F401 - fixtures
 
@@ -91,6 +93,9 @@ REFUSED = {
     "another format": (file_of(PIL.Image.new("RGB", (8, 8)), "GIF"), "is no PNG, JPEG, WEBP file"),
     "many pixels": (header_of(13_000, 13_000), "13000 x 13000 pixels"),
     "very many pixels": (header_of(40_000, 40_000), "is no PNG|pixels"),
+    "a long side": (header_of(1 << 17, 1), "65,535 a side"),
+    "a path with a NUL": ("red\0.png", "cannot be read: embedded null byte"),
+    "a pipe": ("pipe", "is not a file"),
     "frames": (
         file_of(
             PIL.Image.new("RGB", (8, 8), "red"), "WEBP", save_all=True, lossless=True,
@@ -104,6 +109,7 @@ REFUSED = {
 @pytest.mark.parametrize("fault", REFUSED)
 def test_what_is_no_image_within_the_limits_is_refused(fault, tmp_path, monkeypatch):
     (tmp_path.parent / "red.png").write_bytes(RED)
+    os.mkfifo(tmp_path / "pipe")
     value, reason = REFUSED[fault]
     monkeypatch.setattr(PIL.Image.Image, "load", lambda image: pytest.fail("it was decoded"))
     with pytest.raises(BadRowError, match=reason):
@@ -139,12 +145,34 @@ def test_all_kinds_become_rgb_with_white_behind():
     assert (pixels(file_of(palette)) == [10, 20, 30]).all()
 
 
-def test_a_photograph_on_its_side_is_turned():
+def with_exif(exif):
+    return file_of(PIL.Image.fromarray(noise(20, 40)), exif=exif)
+
+
+@pytest.mark.parametrize("orientation", range(1, 10))
+def test_photographs_are_turned_as_exif_says(orientation):
     exif = PIL.Image.Exif()
-    exif[0x0112] = 6  # the camera was turned by a quarter
-    data = file_of(PIL.Image.fromarray(noise(20, 40)), exif=exif)
-    assert size_of(Picture(data)) == (40, 20)
-    assert (pixels(data) == np.rot90(noise(20, 40), -1)).all()
+    exif[0x0112] = orientation
+    data = with_exif(exif)
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        turned = np.asarray(PIL.ImageOps.exif_transpose(image))
+    assert (pixels(data) == turned).all() and size_of(Picture(data)) == turned.shape[:2]
+
+
+def test_broken_exif_leaves_the_pixels_as_they_are():
+    data = with_exif(b"Exif\0\0no such data")
+    assert size_of(Picture(data)) == (20, 40) and (pixels(data) == noise(20, 40)).all()
+
+
+def test_proportions_are_refused_before_decoding(monkeypatch):
+    data = with_exif(b"")
+    monkeypatch.setattr(PIL.Image.Image, "load", lambda image: pytest.fail("it was decoded"))
+
+    def refuse(height, width):
+        raise ValueError(f"{height} x {width}")
+
+    with pytest.raises(BadRowError, match="20 x 40"):
+        pixels(data, refuse)
 
 
 def test_pixels_are_kept_by_digest_and_found_again(tmp_path, monkeypatch):
