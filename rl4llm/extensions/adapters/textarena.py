@@ -5,9 +5,10 @@ rl4llm train configs/textarena_grpo.yaml env.task=TicTacToe-v0
 
 from __future__ import annotations
 
+import numbers
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -149,6 +150,7 @@ class _Match:
             self._env = _import().make(task, **options)
             self._env.reset(num_players=players, seed=seed)
         self.state = self._env.state
+        self.state.set_invalid_move = partial(_in_order, self.state.set_invalid_move)
         self._inner = self._env
         while isinstance(self._inner, _import().Wrapper):  # those for observations repeat the whole history
             self._inner = self._inner.env
@@ -172,13 +174,14 @@ class _Match:
         )
 
     def move(self, action: str) -> None:
-        """Let the current player move. Raises EnvError if the game ends without rewards."""
+        """Let the current player move. Raises EnvError if the game ends without rewards that are numbers."""
         self.moves += 1
         with self._drawing():
             done, _ = self._env.step(action=action)
         if done:
             self.rewards = self.state.rewards
-            if not isinstance(self.rewards, Mapping):
+            rewards = self.rewards.values() if isinstance(self.rewards, Mapping) else [self.rewards]
+            if not all(isinstance(reward, numbers.Real) for reward in rewards):
                 raise EnvError(f"the game ended with the rewards {self.rewards!r}")
 
     def lost_by_invalid_move(self, player: int) -> bool:
@@ -203,6 +206,11 @@ def _begun(made: Mapping[str, Any]) -> _Match:
 def _restore(state: tuple[Any, Any]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
+
+
+def _in_order(set_invalid_move: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Pass the reason on before the reward: some games of TextArena 0.7 do the reverse, and are rewarded with a text."""
+    return set_invalid_move(*sorted(arguments, key=lambda one: not isinstance(one, str)), **named)
 
 
 def _role(player: int) -> str:

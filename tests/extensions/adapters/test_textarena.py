@@ -99,6 +99,24 @@ def test_a_game_that_does_not_end_rewards_nothing(play):
     assert result.trajectories[0].extras["metrics"]["finished"] == 0.0
 
 
+def test_an_invalid_move_is_rewarded_with_a_number(play):
+    """Some games pass the reason where the reward belongs."""
+    _, result = play({"": ["no move"] * 4}, task="ThreeCardMonte-v0")
+    (one,) = result.trajectories
+    assert one.reward == 0.0 and one.extras["metrics"] == {"finished": 1.0, "invalid_moves": 1.0}
+    assert "Reason: Bad action. Use `[k]`." in one.messages[2].content
+
+
+def test_an_episode_without_numbers_as_rewards_fails(play, monkeypatch):
+    def end(self, action):
+        self.state.rewards, self.state.done = {0: "won"}, True
+        return self.state.step()
+
+    monkeypatch.setattr(Letters, "step", end)
+    _, result = play({"": ["a"]}, task="Letters-v1")
+    assert not result.trajectories and "the game ended with the rewards" in result.failed[0].failure
+
+
 def test_games_keep_their_random_numbers_apart(play):
     """Games draw from the random numbers of the process, which others draw from too."""
     said = {"": ["[red]"] * 6}
