@@ -34,6 +34,7 @@ from rl4llm.core.registry import load
 from rl4llm.extensions.view.bands import described
 from rl4llm.extensions.view.index import COLUMNS, token_ids_of
 from rl4llm.extensions.view.run import ViewedRun
+from rl4llm.extensions.view.words import dicts_in
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -126,8 +127,7 @@ def episode_of(run: ViewedRun, number: int) -> dict[str, Any]:
 def digests_of(episode: Any) -> list[str]:
     """Return the digests of the images in an episode's messages; a run's files may hold anything."""
     messages = episode.get("messages") if isinstance(episode, dict) else None
-    rows = (row for row in messages or () if isinstance(row, dict))
-    parts = (part for row in rows for part in row.get("parts") or () if isinstance(part, dict))
+    parts = (part for row in dicts_in(messages) for part in dicts_in(row.get("parts")))
     found = (part.get("digest") for part in parts)
     return [digest for digest in found if isinstance(digest, str) and DIGEST.fullmatch(digest)]
 

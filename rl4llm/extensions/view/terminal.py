@@ -16,6 +16,7 @@ from rich.text import Text
 from rl4llm.commands.output import show
 from rl4llm.extensions.view.bands import described
 from rl4llm.extensions.view.run import ViewedRun
+from rl4llm.extensions.view.words import dicts_in
 from rl4llm.runtime.terminal import Terminal, visible
 
 Points = dict[int, float]  # by step
@@ -121,12 +122,11 @@ def _episode(run: ViewedRun, one: Mapping[str, Any]) -> Iterator[str | Text]:
     """Yield the lines of an episode of a story; a run's files may hold anything."""
     episode = run.index.episode(one["number"])
     yield Text(visible(f"{run.name}: {one['why']}"), style="bold")
-    for message in episode.get("messages") or ():
-        if isinstance(message, dict):
-            asks = message.get("role") != "tool"  # a tool's message has the call that it answers
-            calls = [f"calls {json.dumps(call)}" for call in message.get("tool_calls") or () if asks]
-            said = "\n".join([*filter(None, [str(message.get("content") or "")]), *calls])
-            yield f"{message.get('role')}: {_short(said)}"
+    for message in dicts_in(episode.get("messages")):
+        asks = message.get("role") != "tool"  # a tool's message has the call that it answers
+        calls = [f"calls {json.dumps(call)}" for call in message.get("tool_calls") or () if asks]
+        said = "\n".join([*filter(None, [str(message.get("content") or "")]), *calls])
+        yield f"{message.get('role')}: {_short(said)}"
     yield f"reward {episode.get('reward')}, {episode.get('stop_reason')}\n"
 
 

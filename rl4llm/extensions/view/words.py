@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 LONGEST = 160  # characters of a line
@@ -14,12 +14,17 @@ REPEATED = 0.5  # of the phrases of an answer
 FOREIGN = 0.2  # of the letters of an answer
 
 
+def dicts_in(value: Any) -> list[dict[str, Any]]:
+    """Return the objects in a list, none for anything else: a run's files may hold anything."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
 def lines_of(messages: Any, turns: Any) -> tuple[str, str, str]:
     """Return the beginning of the question, the beginning of the last answer, and what is odd about what was answered.
 
     The question is the last user message before the policy's first turn; a prompt may contain answers too.
     """
-    found = [one for one in messages if isinstance(one, Mapping)] if isinstance(messages, Sequence) else []
+    found = dicts_in(messages)
     answers = [at for at, one in enumerate(found) if one.get("role") == "assistant"]
     first = (
         answers[-min(turns, len(answers))] if answers and isinstance(turns, int) and turns > 0 else len(found)

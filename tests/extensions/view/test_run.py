@@ -166,3 +166,15 @@ def test_an_exported_page_carries_small_copies_of_images(tokenizer, tmp_path):
     kind, _, copy = seen["images"][digest].partition(",")
     with PIL.Image.open(io.BytesIO(base64.b64decode(copy))) as small:
         assert kind == "data:image/png;base64" and small.size == (256, 128)
+
+
+def test_foreign_episodes_are_shown_beside_the_others(tokenizer, tmp_path, capsys):
+    """Their messages may be anything."""
+    run, report = write_run(tmp_path / "run", tokenizer, steps=1), tmp_path / "report.html"
+    path = next((run / "episodes").glob("step-*"))
+    line = json.loads(path.read_text().splitlines()[0])
+    others = [5, [5], [{"role": "user", "parts": 5}]]
+    path.write_text(path.read_text() + "".join(json.dumps(line | {"messages": one}) + "\n" for one in others))
+    assert main(["view", str(run), "--export", str(report)]) == 0
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', report.read_text())[1]
+    assert [one["episode"]["messages"] for one in json.loads(data)["runs"][0]["episodes"]][-3:] == others
