@@ -11,7 +11,8 @@ Sentences are read from the last one backwards until one has an answer. In each 
 | the last number, if it stands alone | She pays $64 for 16 glasses. | $64 |
 | what is last in bold, in a sentence without a number | Go on a **Monday** then. | Monday |
 
-Thanks, offers and questions are passed over. A sentence that says that there is no answer ends the search.
+Thanks, offers and questions are passed over. A sentence that says that there is no answer, or that its
+answer is wrong, ends the search.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ _DECLINED = _one_of(
     "|not (?:\\w+ )?(?:sure|certain|clear|enough|possible|able)"
     "|unable|impossible|unclear|unsure|uncertain|insufficient|(?:could|might|may) also be"
 )
+_REFUTED = re.compile(r"\b(?:is|are|was|were) (?:(?!not\b)\w+ )?(?:wrong|incorrect)\W*$", re.IGNORECASE)
 _HEADING = _one_of("step|part|case|example|problem|question|note|method|solution|option")
 _LAST_CLAUSE = re.compile(
     r".*(?:[,;] ?(?:so|thus|hence|therefore|but|and|which)|\b(?:thus|hence|therefore))\b", re.IGNORECASE
@@ -105,7 +107,7 @@ def concluded(text: str) -> str | None:
         if declined := _DECLINED.search(_last_clause(part)):
             return declined[0] if declined[0].endswith(" be determined") else None
         if answer := _of_sentence(part, own_line):
-            return answer
+            return None if _REFUTED.search(part.replace(answer, "")) else answer
     return None
 
 
