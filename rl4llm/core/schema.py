@@ -166,13 +166,6 @@ def accepted_options(make: Callable[..., Any]) -> set[str]:
     return names - {"self"}
 
 
-def takes_any(make: Callable[..., Any]) -> bool:
-    """Return whether a function, or a class with all its bases, takes options of any name."""
-    makers = _makers(make)[:-1] if inspect.isclass(make) else [make]  # the last one is object's
-    parameters = (inspect.signature(maker).parameters.values() for maker in makers)
-    return bool(makers) and all(any(item.kind is item.VAR_KEYWORD for item in items) for items in parameters)
-
-
 def _makers(cls: type) -> list[Callable[..., Any]]:
     """Return the constructors of a class and its bases."""
     return [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]

@@ -9,7 +9,6 @@ literals are evaluated. Inside it only mathematics is, since other code could fo
 from __future__ import annotations
 
 import cmath
-import dataclasses
 import gc
 import json
 import math
@@ -44,14 +43,10 @@ def problem(task: str, options: str, number: int) -> dict[str, Any]:
     """Return `question` and `answer` of problem `number` of a task; `options` is JSON. Some tasks have no answer.
 
     `evaluates` tells whether the verifier evaluates this answer, and `blind` whether it pays those of other problems.
-    For an unknown task, return the names of all tasks as `known`. For an option that the task does not have, return
-    `option` and `accepted`.
+    For an unknown task, return the names of all tasks as `known`.
     """
     if task not in DATASETS:
         return {"known": sorted(DATASETS)}
-    accepted = {item.name for item in dataclasses.fields(DATASETS[task][1])} - {"size"}
-    if other := sorted(json.loads(options).keys() - accepted - {"seed"}):
-        return {"option": other[0], "accepted": sorted(accepted - {"seed"})}
     entry = _problem(task, options, number)
     text = _text(entry["answer"])
     return {
@@ -96,6 +91,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         return
     code = arguments[0]
     names = {*code.co_names, *(part.co_name for part in code.co_consts if isinstance(part, CodeType))}
+    names = {name for name in names if not name.startswith("monomial_")}  # sympy generates such functions
     harmful = any(len(name) > 1 and name not in MATHEMATICS for name in names)  # also <lambda> and <listcomp>
     if harmful or (names and not _watch.sandboxed):
         _watch.evaluates |= not harmful

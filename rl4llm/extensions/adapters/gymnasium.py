@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import needed
-from rl4llm.core.schema import accepted_options, takes_any
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.adapters.step_rewards import StepsEnv, note_reward
 from rl4llm.runtime.seeds import derive_seed
@@ -119,7 +118,6 @@ def _make(task: str, options: Mapping[str, Any] | None) -> Any:
         entry = gymnasium.spec(task).entry_point
         made = entry if callable(entry) else gymnasium.envs.registration.load_env_creator(entry)
         modes = getattr(made, "metadata", {}).get("render_modes", ())
-        _check_options(gymnasium, made, options)
         if "ansi" in modes:
             options.setdefault("render_mode", "ansi")
         return gymnasium.make(task, **options)
@@ -127,14 +125,6 @@ def _make(task: str, options: Mapping[str, Any] | None) -> Any:
         raise ConfigError(
             f"env.task={task!r} with env.task_options={options} cannot be made: {error}"
         ) from error
-
-
-def _check_options(gymnasium: Any, made: Any, options: Mapping[str, Any]) -> None:
-    """Refuse options that neither the environment nor `gymnasium.make` accepts."""
-    accepted = (accepted_options(made) | accepted_options(gymnasium.make)) - {"id"}
-    for name in options:
-        if name not in accepted and not takes_any(made):
-            raise ConfigError(unknown("env.task_options: the option", name, accepted))
 
 
 def _action_names(task: str, env: Any, names: Sequence[str]) -> list[str]:

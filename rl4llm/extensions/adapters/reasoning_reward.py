@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,6 @@ COLUMN = "reasoning"
 EVALUATES = "evaluates"  # what a worker returns for an answer that only the sandbox may evaluate
 START_S = 120.0  # for the import of reasoning-gym in a sandbox
 PATIENCE = 10  # as in the verifier's file
-SHARE = 16  # answers that are worth the start of a sandbox
 FAULTS = {"timeout": Timeout, "crash": Crash}
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -78,7 +76,7 @@ class ReasoningReward(BaseBatchReward):
         tasks = [[*_problem(samples[i].columns), answers[i][0]] for i in asked]
         verdicts = self.pool.map([[*task, False] for task in tasks])
         inside = [i for i, verdict in enumerate(verdicts) if verdict == EVALUATES]
-        for i, verdict in zip(inside, self._evaluated([tasks[i] for i in inside]), strict=True):
+        for i, verdict in zip(inside, self._in_sandbox([tasks[i] for i in inside]), strict=True):
             verdicts[i] = verdict
         scores: list[float | RewardFailure] = [0.0] * len(samples)
         notes = [note for _, note in answers]
@@ -99,14 +97,10 @@ class ReasoningReward(BaseBatchReward):
         self.pool.close()
         self.sandbox.close()
 
-    def _evaluated(self, tasks: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return the verdicts of verifiers that evaluate answers, a share of them in each slot of the sandbox."""
-        size = max(SHARE, -(-len(tasks) // self.sandbox.slots))
-        shares = [tasks[first : first + size] for first in range(0, len(tasks), size)]
-        with ThreadPoolExecutor(self.sandbox.slots, thread_name_prefix="rl4llm-reasoning") as threads:
-            return [verdict for verdicts in threads.map(self._in_sandbox, shares) for verdict in verdicts]
-
     def _in_sandbox(self, tasks: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the verdicts of verifiers that evaluate the answers."""
+        if not tasks:
+            return []
         outcome = self.sandbox.run_script(
             f"{VERIFIER.read_text()}\nscore_each({self.timeout_s}, {self.memory_bytes})\n",
             json.dumps(tasks),

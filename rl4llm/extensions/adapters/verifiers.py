@@ -39,14 +39,8 @@ def verifiers_prompts(
     """
     if split not in ("train", "test"):
         raise ConfigError(f"data.split={split!r} is not accepted. Accepted: train, test.")
-    limit = DEFAULT_LIMIT if limit is None else limit
-    if limit < 1:
-        raise ConfigError(
-            f"data.limit={limit} is not accepted. Accepted: at least 1, or null for {DEFAULT_LIMIT}."
-        )
-    rows = _result(
-        _command("list", task, python, options, 1), {"split": split, "limit": limit}, "list the tasks"
-    )
+    wanted = {"split": split, "limit": DEFAULT_LIMIT if limit is None else limit}
+    rows = _result(_command("list", task, python, options, 1), wanted, "list the tasks")
     if not rows:
         way = (
             "eval.every=0 trains without a held-out set"
@@ -162,14 +156,6 @@ def _score_groups(samples: Sequence[SampleState]) -> None:
 def _command(
     verb: str, task: str, python: str, options: Mapping[str, Any] | None, max_turns: int
 ) -> list[str]:
-    if not isinstance(task, str) or not task:
-        raise ConfigError(
-            f"env.task={task!r} is not accepted. Accepted: the name of a set of tasks of verifiers."
-        )
-    if options is not None and not isinstance(options, Mapping):
-        raise ConfigError(
-            f"env.options={options!r} is not accepted. Accepted: a mapping, such as {{taskset: {{split: train}}}}."
-        )
     chosen = {"task": task, "options": dict(options or {}), "max_turns": max_turns}
     return [str(python), "-P", str(RUNNER), verb, json.dumps(chosen)]
 

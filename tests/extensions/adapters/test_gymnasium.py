@@ -167,7 +167,7 @@ def test_gymnasium_ignoring_its_seed_fails_the_episode(tokenizer):
 @pytest.mark.parametrize(("options", "message"), [
     ({"task": "FrozenLaek-v1"}, "cannot be made: .*FrozenLake"),
     ({"task": "no_such_module:X-v0"}, "cannot be made: .*no_such_module"),
-    ({"task": "FrozenLake-v1", "task_options": {"slippery": True}}, "'slippery' is unknown.*Did you mean 'is_slippery'"),
+    ({"task": "FrozenLake-v1", "task_options": {"slippery": True}}, "cannot be made: .*'slippery'"),
     ({"task": "FrozenLake-v1", "actions": ["left"]}, "4 different names, one for each action"),
     ({"task": "CartPole-v1", "actions": ["left", "left"]}, "2 different names"),
     ({"task": "Pendulum-v1"}, "has the action space Box.* Accepted: Discrete, Text"),

@@ -70,9 +70,8 @@ def test_reasoning_splits_share_no_question_and_follow_the_seed(rows):
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"task": "countdwon"}, "env.task='countdwon' is unknown.*Did you mean 'countdown'"),
-    ({"task": "countdown", "task_options": {"min_number": 3}}, "'min_number' is unknown.*Did you mean 'min_numbers'"),
+    ({"task": "countdown", "task_options": {"min_number": 3}}, "cannot make a problem.*'min_number'"),
     ({"task": "countdown", "split": "dev"}, "data.split='dev' is unknown. Known: test, train"),
-    ({"task": "countdown", "limit": 0}, "data.limit=0 is not accepted"),
 ])  # fmt: skip
 def test_what_the_library_does_not_have_is_refused_by_name(given, said):
     with pytest.raises(ConfigError, match=said):
@@ -140,7 +139,9 @@ def test_texts_of_datasets_are_refused_with_generated_prompts(model_dir, tmp_pat
 
 def hidden(code):
     """Return a string literal without a bracket that runs code where sympy evaluates it."""
-    return '"' + f"exec({code!r})".replace("(", r"\x28").replace(")", r"\x29").replace('"', r"\x22") + '"'
+    return (
+        '"' + f"exec({code!r}) or 0".replace("(", r"\x28").replace(")", r"\x29").replace('"', r"\x22") + '"'
+    )
 
 
 @needs_bubblewrap
@@ -150,7 +151,7 @@ def test_a_reply_runs_no_code_and_forges_no_reward(reward, tmp_path, task):
     touch = f"__import__('pathlib').Path('{tmp_path}/file').touch()"
     forge = "import sympy; sympy.simplify = lambda e: 0"
     attacks = [touch, f"[{touch} for x in (1,)]", f"(lambda: {touch})()", f"exec\n ({forge!r}) or 0", hidden(touch),
-               f"{hidden(forge)} or 0", f"sin({hidden(forge)})", "().__class__", f"S({hidden(forge)})"]  # fmt: skip
+               hidden(forge), f"sin({hidden(forge)})", "().__class__", f"S({hidden(forge)})"]  # fmt: skip
     samples = [answered(row, f"<answer>{attack}</answer>") for attack in attacks]
     assert reward.score_batch(samples) == [0.0] * len(attacks)
     assert not any(tmp_path.iterdir())

@@ -159,10 +159,7 @@ def test_verifiers_errors_are_shown(python, given, said):
 @pytest.mark.parametrize(("given", "said"), [
     ({"python": "/no/python"}, r"env.python='/no/python' cannot be started.*pip install 'verifiers>=0.4'"),
     ({"python": sys.executable}, "has no verifiers with the interface of 0.4"),
-    ({"limit": 0}, "data.limit=0"),
     ({"split": "validation"}, "data.split='validation'"),
-    ({"task": None}, "env.task=None"),
-    ({"options": "words"}, "env.options='words'"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(given, said):
     with pytest.raises(ConfigError, match=said):
