@@ -242,6 +242,19 @@ REMOTE = _of(
      "test_remote.py::test_game_of_roles_on_a_host_equals_the_local_one"),
 )  # fmt: skip
 
+ADAPTERS = _of(
+    "extensions/adapters",
+    "tests/extensions/adapters",
+    ("code_in_an_answer", "_reasoning_gym.py", "if harmful or (names", "if (names",
+     "test_reasoning_gym.py::test_a_reply_runs_no_code_and_forges_no_reward"),
+    ("evaluation_in_a_worker", "_reasoning_gym.py", "not _watch.sandboxed)", "False)",
+     "test_reasoning_gym.py::test_tasks_that_evaluate_need_a_sandbox"),
+    ("blind_verifier", "_reasoning_gym.py", "return paid > 2", "return False",
+     "test_reasoning_gym.py::test_verifiers_that_pay_any_problems_answer_are_refused"),
+    ("reason_as_reward", "textarena.py", "sorted(arguments, key=lambda one: not isinstance(one, str))", "arguments",
+     "test_textarena.py::test_an_invalid_move_is_rewarded_with_a_number"),
+)  # fmt: skip
+
 REWARDS = _of(
     "rewards",
     "tests/rewards",
@@ -253,5 +266,7 @@ REWARDS = _of(
 
 MUTANTS = {
     mutant.name: mutant
-    for mutant in chain(ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, REMOTE, REWARDS)
+    for mutant in chain(
+        ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, REMOTE, ADAPTERS, REWARDS
+    )
 }
