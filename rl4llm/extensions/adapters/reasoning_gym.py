@@ -99,8 +99,6 @@ def _checked(task: str, options: str, made: Any) -> dict[str, Any]:
         raise ConfigError(
             f"env.task={task!r} cannot make a problem with env.task_options and seed {options}: {made.reason}"
         )
-    if "known" in made:
-        raise ConfigError(unknown("env.task", task, made["known"]))
     if made["blind"]:
         raise ConfigError(
             f"env.task={task!r}: the verifier of reasoning-gym pays the answers of other problems, so one constant reply "

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.errors import ConfigError, EnvError
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import imported
 from rl4llm.core.types import ROLES, ChatMessage
 from rl4llm.extensions.adapters.step_rewards import StepsEnv, note_reward
@@ -131,7 +131,7 @@ def _build(made: Mapping[str, Any]) -> list[_Begun]:
         factory = _factory(cls, options, limit) if hasattr(cls, "create") else None
         for number in range(limit):
             seed = derive_seed("stepped", task, made["task_seed"], made["split"], number) % 2**31
-            env = factory.create(number) if factory else _call(task, cls, options)
+            env = factory.create(number) if factory else cls(**options)
             with _seeded(seed):
                 found.append(_Begun(env, _opening(task, env, seed)))
     return found
@@ -147,13 +147,6 @@ def _factory(cls: Any, options: dict[str, Any], limit: int) -> Any:
         rollout=SimpleNamespace(n_rollouts=limit), algo=algo, env=SimpleNamespace(kwargs=options)
     )
     return cls(config)
-
-
-def _call(task: str, cls: Any, options: dict[str, Any]) -> Any:
-    try:
-        return cls(**options)
-    except TypeError as error:
-        raise ConfigError(f"env.task={task!r} with env.options={options} cannot be made: {error}") from error
 
 
 def _opening(task: str, env: Any, seed: int) -> tuple[ChatMessage, ...]:
@@ -184,10 +177,6 @@ def _stepped(env: Any, said: ChatMessage) -> _Stepped:
         done, reward = bool(env.done), float(env.reward or 0.0) - before
         return _Stepped(() if done else (ChatMessage("user", str(env.next_query)),), reward, done)
     result = env.step(said)
-    if not isinstance(result, tuple) or len(result) < 2:
-        raise EnvError(
-            f"step() of {type(env).__name__} returned {result!r:.100}. Accepted: observation, reward[, done]."
-        )
     observation, reward, *ends = result
     ended = any(end is True for end in ends[:2]) or any(
         bool(getattr(owner, "done", False)) for owner in (observation, env)

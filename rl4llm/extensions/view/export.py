@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl4llm.core.errors import RunDirError
 from rl4llm.extensions.view.bands import described
 from rl4llm.extensions.view.choice import choose
 from rl4llm.extensions.view.index import COLUMNS
@@ -28,10 +27,6 @@ def export(runs: Sequence[ViewedRun], path: Path, episodes: int = 200) -> int:
 
     Raises RunDirError if the file cannot be written.
     """
-    if path.is_dir():
-        raise RunDirError(
-            f"{str(path)!r} is a directory. Next: pass the name of a file, such as report.html."
-        )
     html, count = report(runs, episodes)
     write_atomically(path, html)
     return count
