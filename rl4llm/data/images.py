@@ -257,9 +257,7 @@ def _picture(value: Any, directory: Path | None) -> Picture:
 
 def _of_text(text: str, directory: Path | None) -> Picture:
     if text.startswith("data:"):
-        kind, _, text = text.partition(",")
-        if not kind.endswith(";base64"):
-            raise BadRowError(f"the image {kind[:40]!r} is not base64.")
+        text = text.partition(",")[2]
         return Picture(_decoded(text))
     if "://" in text[:12]:
         raise BadRowError(

@@ -27,7 +27,7 @@ import reasoning_gym
 
 MATHEMATICS = {
     "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt",
-    "Abs", "erf", "factorial", "factorial2", "pi", "oo", "Integer", "Float", "Rational", "Symbol", "Function", "sympy",
+    "Abs", "erf", "factorial", "factorial2", "pi", "oo", "Integer", "Float", "Rational", "Symbol",
 }  # fmt: skip
 """Names that an evaluated answer may use beside single letters. sympy puts some of them around its numbers and letters."""
 EVALUATES = "evaluates"
@@ -86,7 +86,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         return
     code = arguments[0]
     names = {*code.co_names, *(part.co_name for part in code.co_consts if isinstance(part, CodeType))}
-    names = {name for name in names if not name.startswith("monomial_")}  # sympy generates such functions
+    # sympy itself evaluates "from sympy import *", and generates functions of monomials
+    names = {name for name in names if name != "sympy" and not name.startswith("monomial_")}
     harmful = any(len(name) > 1 and name not in MATHEMATICS for name in names)  # also <lambda> and <listcomp>
     if harmful or (names and not _watch.sandboxed):
         _watch.evaluates |= not harmful

@@ -138,7 +138,7 @@ def test_splits_of_games_share_no_seed():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"task": "TicTacTo-v0"}, "env.task='TicTacTo-v0' is unknown.*Did you mean 'TicTacToe-v0'"),
+    ({"task": "TicTacTo-v0"}, "env.task='TicTacTo-v0'.*cannot be made: ValueError"),
     ({"task": "TicTacToe-v0", "players": 3}, "env.players=3 is not accepted by TicTacToe-v0"),
     ({"task": "TicTacToe-v0", "task_options": {"size": 4}}, "cannot be made: TypeError"),
     ({"task": "SecretMafia-v0"}, "several numbers of players. Set env.players"),
