@@ -1,7 +1,9 @@
 """Tasks of reasoning-gym: prompts that the environment brings, verifiers as rewards, and no answer that runs."""
 
 import json
+import os
 import shutil
+import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from rl4llm.config import load_config
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.base_reward import as_sample
 from rl4llm.core.errors import ConfigError, DataError, SandboxError
+from rl4llm.extensions.adapters import reasoning_reward as module
 from rl4llm.extensions.adapters.reasoning_gym import ReasoningGymEnv, reasoning_prompts
 from rl4llm.extensions.adapters.reasoning_reward import ReasoningReward
 from rl4llm.extensions.sandbox import Sandbox
@@ -156,6 +159,21 @@ def test_a_reply_runs_no_code_and_forges_no_reward(reward, tmp_path, task):
     assert reward.score_batch(samples) == [0.0] * len(attacks)
     assert not any(tmp_path.iterdir())
     assert reward.score_batch([answered(row, f"<answer>{row['ground_truth']}</answer>")]) == [1.0]
+
+
+@needs_bubblewrap
+def test_code_that_passes_the_check_stays_in_its_process(reward, tmp_path, monkeypatch):
+    verifier = tmp_path / "verifier.py"
+    text = module.VERIFIER.read_text()
+    verifier.write_text(text.replace("if harmful or (names", "harmful = False\n    if (names"))
+    monkeypatch.setattr(module, "VERIFIER", verifier)
+    (row,) = reasoning_prompts("train", 1, task="simple_integration")
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o777)  # pytest's own directories are closed to the uid of a sandbox
+        codes = "import sympy; sympy.simplify = lambda e: 0", f"open('{directory}/file', 'w').close()"
+        said = [*(f"sin({hidden(code)})" for code in codes), "x**99"]
+        scores = reward.score_batch([answered(row, f"<answer>{text}</answer>") for text in said])
+        assert scores == [1.0, 0.0, 0.0] and not os.listdir(directory)
 
 
 @needs_bubblewrap
