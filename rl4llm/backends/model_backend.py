@@ -97,6 +97,10 @@ class ModelBackend(BaseBackend):
             self.model.generation_config.save_pretrained(directory)
         self._form.keep(directory)
 
+    def saved_bytes(self) -> int:
+        tensors = self._tensors().values()  # of what trains, a float32 weight and its two moments
+        return sum(self._size(one) * (3 * FP32 if one.requires_grad else one.itemsize) for one in tensors)
+
     def write_adapter(self, directory: Path) -> None:
         """Write the adapter alone as an ordinary PEFT directory; raises ConfigError where the whole model trains."""
         adapter = self.adapter

@@ -164,6 +164,10 @@ class BaseBackend(ABC):
         """Write weights, optimizer and schedule into an existing directory, as safetensors and JSON; return the
         xxh3_64 of files that were hashed while writing, by name."""
 
+    def saved_bytes(self) -> int:
+        """Return how many bytes `save` writes, about; 0 if that is unknown."""
+        return 0
+
     @abstractmethod
     def load(self, directory: Path) -> None:
         """Load what `save` wrote; raise CheckpointError when anything is missing or differs in shape."""
@@ -171,6 +175,10 @@ class BaseBackend(ABC):
     @abstractmethod
     def export(self, directory: Path) -> None:
         """Write a Hugging Face model directory."""
+
+    def exported_bytes(self) -> int:
+        """Return how many bytes the weights have that `export` writes."""
+        return sum(spec.num_bytes for spec in self.weight_specs())
 
     @abstractmethod
     def info(self) -> dict[str, Any]:

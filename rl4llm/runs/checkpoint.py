@@ -26,7 +26,7 @@ import torch
 
 from rl4llm.core.errors import CheckpointError, RunDirError
 from rl4llm.runs import manifest
-from rl4llm.runs.run_dir import is_full, space, sync_directory, write_atomically
+from rl4llm.runs.run_dir import NO_SPACE, is_full, space, sync_directory, write_atomically
 from rl4llm.runtime.ranks import Ranks
 
 FINAL = re.compile(r"step-(\d{6,})(\.old-[0-9a-f]+)?")
@@ -47,12 +47,18 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    root: Path, step: int, write: Write, state: dict[str, Any], keep: int, ranks: Ranks | None = None
+    root: Path,
+    step: int,
+    write: Write,
+    state: dict[str, Any],
+    keep: int,
+    ranks: Ranks | None = None,
+    num_bytes: int = 0,
 ) -> Path:
     """Save step `step`: `write` fills a new directory, `state` is what JSON can hold; the newest `keep` remain.
 
     All ranks call `write`; the directory, the hashes and the state are the first one's. Raises CheckpointError when the
-    disk is full or a file cannot be written; earlier checkpoints are then as they were.
+    disk is full or a file cannot be written; earlier checkpoints are then as they were. A save takes about `num_bytes`.
     """
     ranks = ranks or Ranks()
     directory = root / f"step-{step:06d}.tmp-{secrets.token_hex(4)}"
@@ -70,10 +76,9 @@ def save_checkpoint(
         ranks.wait()
         return _final(directory)
     except BaseException as error:
-        written = _size(directory)
         shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, OSError | RunDirError) or is_full(error):
-            raise CheckpointError(_failure(root, step, written, error)) from error
+            raise CheckpointError(_failure(root, step, num_bytes, error)) from error
         raise
 
 
@@ -166,14 +171,19 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
             path.unlink()
 
 
-def _failure(root: Path, step: int, written: int, error: BaseException) -> str:
+def _failure(root: Path, step: int, num_bytes: int, error: BaseException) -> str:
     usual = max((_size(path) for path in _finals(root)), default=0)
     kept = sorted(path.name for path in _finals(root))
+    mend = (
+        "free some space, or"
+        if is_full(error, NO_SPACE)
+        else "check the disk and the limits of this process, or"
+    )
     return (
-        f"The checkpoint of step {step} could not be written to {root}: {str(error).rstrip('.')}. "
-        f"{space(root, max(usual, written))} "
+        f"The checkpoint of step {step} could not be written to {root}: {str(error).rstrip('.')}."
+        f"{space(root, max(usual, num_bytes), error)} "
         f"The earlier checkpoints are intact ({', '.join(kept) or 'there are none'}). "
-        "Next: free some space, or save less often or keep fewer (checkpoint.every, checkpoint.keep)."
+        f"Next: {mend} save less often or keep fewer (checkpoint.every, checkpoint.keep)."
     )
 
 

@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -27,7 +27,8 @@ from rl4llm.core.errors import RunDirError
 from rl4llm.core.redact import redacted
 from rl4llm.runs.lock import DirectoryLock
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+FULL = (*NO_SPACE, errno.EFBIG)
 NOTHING = object()
 PRIVATE = 0o600
 
@@ -127,8 +128,7 @@ class RunDir:
             self._refuse_foreign()
             self._lock = DirectoryLock(self.path)
         for leftover in self.path.glob("*.tmp-*"):
-            if leftover.is_file():
-                leftover.unlink()
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if not self._lock.supported:
             self.warnings = (
                 f"The filesystem of {self.path} has no locks, so a second trainer in this directory would not be detected.",
@@ -271,15 +271,21 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str, *, mode: i
         os.replace(beside, path)
         sync_directory(path.parent)
     except OSError as error:
-        detail = f" {space(path.parent, len(data))}" if is_full(error) else ""
-        raise RunDirError(f"{path} cannot be written: {error.strerror}.{detail}") from error
+        raise RunDirError(
+            f"{path} cannot be written: {error.strerror}.{space(path.parent, len(data), error)}"
+        ) from error
     finally:
         with contextlib.suppress(OSError):  # where nothing may be written, nothing may be removed
             beside.unlink()
 
 
-def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a new directory; it replaces `directory` when it is complete and on disk."""
+def replace_directory(
+    directory: Path, write: Callable[[Path], None], num_bytes: Callable[[], int] = int
+) -> None:
+    """Let `write` fill a new directory; it replaces `directory` when it is complete and on disk.
+
+    Raises RunDirError when it cannot be written; `num_bytes` then returns the bytes that it needs, 0 if that is unknown.
+    """
     scratch = directory.with_name(f"{directory.name}.tmp-{secrets.token_hex(4)}")
     try:
         scratch.mkdir(parents=True)
@@ -291,9 +297,14 @@ def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
             directory.rename(scratch.with_name(f"{directory.name}.old-{secrets.token_hex(4)}"))
         scratch.rename(directory)
         sync_directory(directory.parent)
-    except OSError as error:
-        detail = f" {space(directory.parent, 0)}" if is_full(error) else ""
-        raise RunDirError(f"{directory} cannot be written: {error.strerror or error}.{detail}") from error
+    except Exception as error:
+        if not (isinstance(error, OSError) or is_full(error)):
+            raise
+        shutil.rmtree(scratch, ignore_errors=True)  # before the free space is measured
+        if detail := space(directory.parent, num_bytes(), error):
+            detail += " Next: free some space, then run the same command again."
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise RunDirError(f"{directory} cannot be written: {reason}.{detail}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         for leftover in directory.parent.glob(f"{directory.name}.old-*"):
@@ -315,21 +326,22 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def is_full(error: BaseException) -> bool:
+def is_full(error: BaseException, codes: Sequence[int] = FULL) -> bool:
     """Return whether an error means a full disk or quota, even if a library wrapped the system's error."""
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in FULL
-    codes = "|".join(str(code) for code in FULL)
+        return error.errno in codes
+    codes = "|".join(str(code) for code in codes)
     return (
         re.search(rf"os error ({codes})\b|No space left|PytorchStreamWriter failed writing", str(error))
         is not None
     )
 
 
-def space(directory: Path, needed: int) -> str:
-    """Return how many bytes a write needs and how many are free, for messages."""
-    free = shutil.disk_usage(directory).free
-    return f"Needed: {needed:,} bytes; free: {free:,} bytes."
+def space(directory: Path, needed: int, error: BaseException) -> str:
+    """Return how many bytes a write needs, if known, and how many are free; "" where more space would not help."""
+    if not is_full(error, NO_SPACE):
+        return ""
+    return f" Needed: {f'{needed:,}' if needed else 'unknown'} bytes; free: {shutil.disk_usage(directory).free:,} bytes."
 
 
 def _differences(

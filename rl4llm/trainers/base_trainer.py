@@ -145,7 +145,10 @@ class BaseTrainer(ABC, Generic[AnyStep]):
     def _write_model(self) -> None:
         """Write the trained model into the run's directory; the first rank writes, the others send their parts."""
         if self.ranks.is_first:
-            replace_directory(self.run.model_dir, self.export)
+            models = self.models().values()
+            replace_directory(
+                self.run.model_dir, self.export, lambda: sum(model.exported_bytes() for model in models)
+            )
         else:
             self.export(self.run.model_dir)
         self.ranks.wait()
@@ -234,6 +237,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
                 state=about | {"algorithm": self.algorithm.state()} | self.state(),
                 keep=self.schedule.keep_checkpoints,
                 ranks=self.ranks,
+                num_bytes=sum(model.saved_bytes() for model in self.models().values()),
             )
 
     def claim(self) -> None:

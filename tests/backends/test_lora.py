@@ -143,6 +143,7 @@ def test_a_saved_run_resumes_bit_for_bit(build, trajectories, tmp_path):
     backend.save(tmp_path)
     saved = load_file(tmp_path / "weights.safetensors")
     assert all("lora_" in name for name in saved)
+    assert backend.saved_bytes() == 3 * sum(tensor.nbytes for tensor in saved.values())  # with both moments
     other = adapted(build(), seed=2)
     other.load(tmp_path)
     for one in (backend, other):

@@ -282,6 +282,13 @@ def test_bf16_publishes_and_exports_rounded_masters(build, trajectories, tmp_pat
         assert torch.equal(tensor, master.bfloat16()) and not torch.equal(tensor.float(), master)
         assert torch.equal(exported[name], tensor) and exported[name].dtype == torch.bfloat16
 
+    backend.save(tmp_path)
+    sizes = {
+        file.stem: sum(tensor.nbytes for tensor in load_file(file).values())
+        for file in tmp_path.glob("*.safetensors")
+    }
+    assert backend.exported_bytes() == sizes.pop("model") and backend.saved_bytes() == sum(sizes.values())
+
 
 def test_weights_that_are_taken_become_the_masters(build, trajectories):
     backend, other = in_bf16(build(), lr=1e-5), in_bf16(build(), lr=1e-3)

@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from safetensors import SafetensorError
 
 from rl4llm.core.errors import RunDirError
-from rl4llm.runs.run_dir import RunDir, is_full, write_atomically
+from rl4llm.runs.run_dir import RunDir, is_full, replace_directory, write_atomically
 
 FINGERPRINT = {"model": "tiny", "algorithm": {"name": "grpo", "clip": 0.2}, "seed": 1}
 
@@ -94,6 +95,7 @@ def test_a_directory_with_other_files_is_refused_and_unchanged(tmp_path):
 def test_the_remains_of_a_killed_first_start_are_removed(tmp_path):
     (tmp_path / ".lock").write_text("")
     (tmp_path / "run.json.tmp-00ff00ff").write_text("{")
+    (tmp_path / "model.tmp-00ff00ff/critic").mkdir(parents=True)
     with RunDir.open(tmp_path, FINGERPRINT) as run:
         assert not run.resumed
     assert sorted(item.name for item in tmp_path.iterdir()) == [".lock", "run.json"]
@@ -155,11 +157,24 @@ def test_a_full_disk_leaves_only_the_old_file(tmp_path, files_of_at_most):
         before = sorted(item.name for item in tmp_path.iterdir())
         with (
             files_of_at_most(1000),
-            pytest.raises(RunDirError, match=r"config\.yaml .*Needed: 5,000 bytes; free: [\d,]+"),
+            pytest.raises(RunDirError, match=r"config\.yaml cannot be written: File too large\.$"),
         ):
             run.write_text("config.yaml", "x" * 5000)
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
     assert sorted(item.name for item in tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_leaves_the_old_directory(tmp_path):
+    def write(directory):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    replace_directory(tmp_path / "model", lambda directory: (directory / "old").touch())
+    with pytest.raises(
+        RunDirError,
+        match=r"model cannot be written: .*No space.* Needed: 4,000 bytes; free: [\d,]+ .*Next: free",
+    ):
+        replace_directory(tmp_path / "model", write, lambda: 4000)
+    assert [str(item.relative_to(tmp_path)) for item in tmp_path.rglob("*")] == ["model", "model/old"]
 
 
 def test_a_write_without_a_directory_raises_run_dir_error(tmp_path):

@@ -48,7 +48,7 @@ def export(
         model.export(directory)
         write_card(directory, config, checkpoint.step, run)
 
-    replace_directory(target, write)
+    replace_directory(target, write, model.exported_bytes)
     return checkpoint
 
 

@@ -212,7 +212,7 @@ def test_a_full_disk_leaves_the_last_version(tmp_path, files_of_at_most):
     write(store, 1)
     with (
         files_of_at_most(1000),
-        pytest.raises(WeightsError, match=r"Needed: [\d,]+ bytes; free: [\d,]+ bytes"),
+        pytest.raises(WeightsError, match=r"Version 2 of the weights could not be written.*too large"),
     ):
         write(store, 2)
     assert names(tmp_path) == ["LATEST", "v000001"]

@@ -35,7 +35,7 @@ from rl4llm.core.errors import RunDirError, WeightsError
 from rl4llm.core.types import TensorSpec, WeightRef
 from rl4llm.runs import manifest
 from rl4llm.runs.lock import DirectoryLock
-from rl4llm.runs.run_dir import is_full, space, sync_directory, write_atomically
+from rl4llm.runs.run_dir import NO_SPACE, is_full, space, sync_directory, write_atomically
 from rl4llm.runs.tensor_file import write_tensors
 
 FINAL = re.compile(r"v(\d{6,})")
@@ -219,10 +219,10 @@ class WeightStore:
                 ) from error
 
     def _advice(self, error: BaseException, needed: int) -> str:
-        if not is_full(error):
+        if not is_full(error, NO_SPACE):
             return "Next: check that this is a writable directory, or set another one with sync.dir."
         existing = next(path for path in (self.root, *self.root.parents) if os.path.exists(path))
-        return f"{space(existing, needed)} Next: free some space, or keep fewer versions (sync.keep)."
+        return f"{space(existing, needed, error).lstrip()} Next: free some space, or keep fewer versions (sync.keep)."
 
     def _commit(self, directory: Path, version: int) -> Path:
         final = self.root / f"v{version:06d}"
