@@ -264,9 +264,30 @@ REWARDS = _of(
      "test_compare.py::test_different_numbers_and_words_are_different"),
 )  # fmt: skip
 
+RESUMED = "test_identity.py::test_a_resumed_run_refuses_other_contents"
+EDITED = "test_identity.py::test_a_change_of_code_is_seen_and_of_its_looks_is_not"
+COMPOSE = _of(
+    "compose",
+    "tests",
+    ("other_contents", "../runs/run_dir.py", "if was.get(name, contents[name]) != contents[name]", "if not was",
+     f"{RESUMED}[rows]"),
+    ("columns_of_rows", "identity.py", "sorted(row.items())", 'row["messages"]', f"{RESUMED}[truths]"),
+    ("numbers_of_weights", "../runs/tensor_file.py", "        digest.update(tensor_bytes(tensor.detach().cpu()))\n", "",
+     f"{RESUMED}[reference]"),
+    ("held_out_rows", "data.py", "setup.identity.add_rows(f", "split == 'test' or setup.identity.add_rows(f",
+     f"{RESUMED}[held-out]"),
+    ("constants_in_code", "identity.py", "                    self.read(one.argval)\n", "                    pass\n",
+     f"{EDITED}[helper]"),
+    ("constants_of_modules", "identity.py", "                self.lines.append(text)\n", "", f"{EDITED}[constant]"),
+    ("code_that_changed", "../trainers/base_trainer.py", "if was.get(name, now[name]) != now[name]", "if name not in was",
+     "test_identity.py::test_a_resumed_run_names_the_code_that_changed"),
+    ("unfinished_model", "../runs/run_dir.py", "shutil.rmtree(leftover) if leftover.is_dir() else", "leftover.is_dir() or",
+     "runs/test_run_dir.py::test_the_remains_of_a_killed_first_start_are_removed"),
+)  # fmt: skip
+
 MUTANTS = {
     mutant.name: mutant
     for mutant in chain(
-        ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, REMOTE, ADAPTERS, REWARDS
+        ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, REMOTE, ADAPTERS, REWARDS, COMPOSE
     )
 }

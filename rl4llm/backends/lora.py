@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,7 +19,7 @@ from rl4llm.core.base_backend import BaseAdapter, BaseBackend
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import needed
 from rl4llm.core.types import TensorSpec, TrainBatch
-from rl4llm.runs.tensor_file import tensor_bytes
+from rl4llm.runs.tensor_file import tensors_digest
 from rl4llm.runtime.ranks import whole
 from rl4llm.runtime.seeds import derive_seed
 
@@ -120,11 +119,7 @@ class LoraAdapter(BaseAdapter):
     def base_digest(self) -> str:
         """Return the xxh3 of the frozen parameters; an adapter belongs to exactly these."""
         if self._digest is None:
-            digest = xxhash.xxh3_64()
-            for name, tensor in self.base_parameters():
-                digest.update(name.encode())
-                digest.update(tensor_bytes(whole(tensor).cpu()))
-            self._digest = digest.hexdigest()
+            self._digest = tensors_digest((name, whole(item)) for name, item in self.base_parameters())
         return self._digest
 
     @contextmanager

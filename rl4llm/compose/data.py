@@ -103,8 +103,13 @@ def _load(setup: Setup, source: Any, split: str, limit: int | None) -> Any:
                 f"learns from {learns_from}. Set data.path to a dataset of {learns_from}."
             )
         _check_texts_of(setup)
-        return generate(split, limit)
-    return stored_rows(config, source, split, limit, learns_from)
+        rows = generate(split, limit)
+    else:
+        rows = stored_rows(config, source, split, limit, learns_from)
+    name = config.env["name"] if source is None else type(source).__name__
+    name = source if isinstance(source, str) else name
+    setup.identity.add_rows(f"{name}, {split}, {limit or 'all'}", rows)
+    return rows
 
 
 def stored_rows(config: Config, source: Any, split: str, limit: int | None, learns_from: LearnsFrom) -> Any:

@@ -97,6 +97,7 @@ def build_reference(setup: Setup, policy: BaseBackend, start: Any) -> TokenScore
             f"The model {needs.reference_path!r} has {model.get_input_embeddings().num_embeddings} tokens, but the "
             f"tokenizer has {len(tokenizer)}. Use a model with the same vocabulary."
         )
+    setup.identity.add_weights(needs.reference_path or setup.config.model.path, model)
     return _on_backend(setup, model, trains=False)
 
 

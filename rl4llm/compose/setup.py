@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import xxhash
 
 from rl4llm.algorithms import ALGORITHMS
+from rl4llm.compose.identity import Identity
 from rl4llm.config import Config, LaunchConfig, as_written, flatten, to_yaml, variables_of
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_env import BaseMDPEnv
@@ -87,6 +88,7 @@ class Setup:
     machine: Machine
     algorithm: BaseAlgorithm
     tokenizer: Any = None
+    identity: Identity = field(default_factory=Identity)
 
     @classmethod
     def of(
@@ -95,7 +97,8 @@ class Setup:
         """Make the algorithm, and by default join the ranks that train together."""
         config = with_stale_options(config)
         machine = machine or Machine.of(config, join_ranks(config.timeout_s))
-        return cls(config, given or Given(), machine, build_algorithm(config), tokenizer)
+        identity = Identity(first=machine.ranks.is_first)
+        return cls(config, given or Given(), machine, build_algorithm(config), tokenizer, identity)
 
     @property
     def needs(self) -> Needs:
@@ -204,31 +207,44 @@ def demand_device(name: str) -> None:
 
 def planned_run(setup: Setup, dataset: Any, force: bool) -> RunDir:
     """Plan the run's directory, which the first rank will lock; raise on every rank if this run cannot use it."""
-    config, ranks, problem = setup.config, setup.machine.ranks, None
-    run = RunDir(config.output.dir)
-    if ranks.is_first:
+    config, ranks = setup.config, setup.machine.ranks
+
+    def plan() -> RunDir:
+        if not ranks.is_first:
+            return RunDir(config.output.dir)
         fixed, changeable = fixed_and_changeable(config)
         identity = fixed | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
         identity["model.autocast"] = setup.machine.autocast  # another machine must not change it
         # Hashes of the environment variables that the configuration reads, except those of secrets.
         read = {name: os.environ.get(name, "") for name, secret in variables_of(config).items() if not secret}
         variables = {f"environment.{name}": xxhash.xxh32_hexdigest(read[name].encode()) for name in read}
-        settings = {"processes": ranks.size} | changeable | variables
-        try:
-            identity |= given_identity(setup.given, dataset)
-            run = RunDir.planned(
-                config.output.dir,
-                identity,
-                settings=settings,
-                defaults=flatten(Config()) | variables,
-                allow_changes=force,
-            )
-            run.keep("config.yaml", to_yaml(config), private=True)
-        except RL4LLMError as error:
-            problem = error
-    if ranks.share(problem is not None):
-        raise problem or RunDirError(f"{config.output.dir} cannot be used. See the error of rank 0.")
-    return run
+        run = RunDir.planned(
+            config.output.dir,
+            identity | given_identity(setup.given, dataset),
+            settings={"processes": ranks.size} | changeable | variables,
+            defaults=flatten(Config()) | variables,
+            allow_changes=force,
+        )
+        run.keep("config.yaml", to_yaml(config), private=True)
+        return run
+
+    return held(setup, _of_first(setup, plan))
+
+
+def held(setup: Setup, run: RunDir) -> RunDir:
+    """Return a run whose keys name what they named in its earlier starts; raise on every rank if they do not."""
+
+    def hold() -> RunDir:
+        if setup.machine.ranks.is_first:
+            run.hold(setup.identity.contents)
+        return run
+
+    return _of_first(setup, hold)
+
+
+def _of_first(setup: Setup, work: Callable[[], RunDir]) -> RunDir:
+    refused = RunDirError(f"{setup.config.output.dir} cannot be used. See the error of rank 0.")
+    return setup.machine.ranks.agree(work, (RL4LLMError,), refused)
 
 
 def refuse_hidden(config: Config) -> None:

@@ -15,7 +15,7 @@ from rl4llm.compose.choices import warnings_of
 from rl4llm.compose.data import by_size, check_texts, few_rows, held_out_rows, prompt_stream, rows_to_measure
 from rl4llm.compose.environments import example_of_calls, make_env, make_rewards
 from rl4llm.compose.models import build_policy, build_reference, vision_of
-from rl4llm.compose.setup import Setup
+from rl4llm.compose.setup import Setup, held
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of
 from rl4llm.config import Config, to_yaml
 from rl4llm.core.errors import ConfigError, DataError, TemplateError
@@ -73,6 +73,7 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
         backend.model.config.pad_token_id = tokenizer.pad_token_id
         _check_last_token(read(kept[0], "0"), tokenizer)
     reference, ranks = build_reference(setup, backend, start), setup.machine.ranks
+    held(setup, run)
     prepared = partial(
         Preparation, algorithm=setup.algorithm, policy=backend, reference=reference, ranks=ranks
     )

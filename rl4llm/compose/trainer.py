@@ -32,7 +32,7 @@ from rl4llm.compose.environments import (
     without_faulty_rows,
 )
 from rl4llm.compose.models import build_critic, build_policy, build_reference, plain_model, vision_of
-from rl4llm.compose.setup import Given, Machine, Setup, planned_run, refuse_hidden, set_up_torch
+from rl4llm.compose.setup import Given, Machine, Setup, held, planned_run, refuse_hidden, set_up_torch
 from rl4llm.config import Config, as_written, by_part, flatten
 from rl4llm.config.keys import SandboxConfig
 from rl4llm.core.base_backend import BaseBackend
@@ -86,12 +86,15 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
         name: in_part(name, with_hosts, replace(setup, config=part)) for name, part in by_part(config).items()
     }
     datasets = {name: in_part(name, training_rows, part) for name, part in parts.items()}
+    setup.identity.add_tokenizer(config.model.path, tokenizer)
+    setup.identity.add_code([setup.algorithm])
     run = planned_run(setup, datasets.get(""), force)
     if setup.needs.learns_from != "episodes":
         trainer: DatasetTrainer = load(SUPERVISED)(setup, datasets[""], run)
         return trainer
     check_hosts(config)
-    return _reinforced(setup, parts, datasets)(run)
+    make = _reinforced(setup, parts, datasets)
+    return make(held(setup, run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ def _task(part: str, setup: Setup, dataset: Any, sandbox: Callable[[], Any]) -> 
     env = build_env(setup, dataset, rewards, transform, provided)
     rows = held_out_rows(setup)
     held_out = build_env(setup, rows, rewards, transform, provided) if rows is not None else None
+    setup.identity.add_code([type(env), *(item for name, item in vars(env).items() if name != "dataset")])
     renderer = Renderer.of(env, setup.tokenizer)
     check_examples(rewards)
     for opponent in env.opponents.values():
@@ -291,6 +295,7 @@ def base_of(setup: Setup, backend: BaseBackend, run: RunDir, tracker: RunTracker
         "tracker": tracker,
         "schedule": schedule,
         "run": run,
+        "code": setup.identity.code,
         "ranks": setup.machine.ranks,
     }
 

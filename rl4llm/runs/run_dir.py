@@ -104,11 +104,20 @@ class RunDir:
         identity = {"fingerprint": dict(fingerprint), "settings": dict(settings or {})}
         given, default = json.loads(json.dumps([identity, dict(defaults or {})]))
         run._plan = _Claim(given, default, allow_changes, {})
-        with run._usable():
-            if run.path.exists():
-                run._refuse_foreign()
-                run._identified(run._plan)
+        run.hold({})
         return run
+
+    def hold(self, contents: Mapping[str, str]) -> None:
+        """Let the identity also have digests, by names that say what has them; raise RunDirError as `planned` does.
+
+        Those whose name an earlier start did not write are not compared.
+        """
+        assert self._plan is not None  # it is `planned`
+        self._plan.identity["contents"] = dict(contents)
+        with self._usable():
+            if self.path.exists():
+                self._refuse_foreign()
+                self._identified(self._plan)
 
     def keep(self, name: str, text: str, *, private: bool = False) -> None:
         """Let `claim` write a file of the run; a `private` one is for its owner only."""
@@ -220,12 +229,18 @@ class RunDir:
         }
         kept = redacted(self._read_identity()) if self.resumed else new | given
         self.run_id, self.created = kept["run_id"], kept["created"]
+        was, contents = kept.get("contents", {}), given["contents"]
         changes = _differences(kept["fingerprint"], given["fingerprint"], plan.defaults)
+        changes += tuple(
+            f"{name}: {was[name]} -> {contents[name]}"
+            for name in contents
+            if was.get(name, contents[name]) != contents[name]
+        )
         if changes and not plan.allow_changes:
             raise RunDirError(
                 f"output.dir={str(self.path)!r} holds another run ({self.run_id}). What differs (was -> given):\n  "
                 + "\n  ".join(changes)
-                + "\nNext: restore the old values, choose another output.dir, or resume anyway with --force "
+                + "\nNext: restore what it was, choose another output.dir, or resume anyway with --force "
                 "(allow_changes=True)."
             )
         self.changes = changes + _differences(
@@ -330,9 +345,9 @@ def is_full(error: BaseException, codes: Sequence[int] = FULL) -> bool:
     """Return whether an error means a full disk or quota, even if a library wrapped the system's error."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in codes
-    codes = "|".join(str(code) for code in codes)
+    numbers = "|".join(map(str, codes))
     return (
-        re.search(rf"os error ({codes})\b|No space left|PytorchStreamWriter failed writing", str(error))
+        re.search(rf"os error ({numbers})\b|No space left|PytorchStreamWriter failed writing", str(error))
         is not None
     )
 

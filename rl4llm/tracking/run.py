@@ -16,7 +16,7 @@ from rl4llm.core.types import Group
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.terminal import notebook_shell
-from rl4llm.tracking.alerts import Alerts
+from rl4llm.tracking.alerts import Alert, Alerts
 from rl4llm.tracking.console import Console, Mode
 from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens, told
 from rl4llm.tracking.resources import PhaseClock, Resources
@@ -192,6 +192,19 @@ class RunTracker:
         else:
             self._said.add(text)
             self.console.warn(text)
+
+    def code_changed(self, step: int, names: Sequence[str]) -> None:
+        """Show, and keep for the viewer, that code differs from that of the first `step` steps."""
+        for name in names:
+            seen = f"the code of `{name}` changed at step {step}"
+            why = "Numbers before and after it may not compare."
+            alert = Alert(
+                "other code", step + 1, step, None, seen, why, "the change, or set another output.dir"
+            )
+            self.warn(f"{seen[0].upper()}{seen[1:]}. {why}")
+            with self._tolerant("alerts.jsonl"):
+                if self._alert_file is not None:
+                    self._alert_file.append(asdict(alert))
 
     def note(self, text: str) -> None:
         """Print a line."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -45,6 +47,7 @@ class Step:
 
 
 AnyStep = TypeVar("AnyStep", bound=Step)
+CODE = f"code of {sys.implementation.cache_tag}"  # another Python compiles the same code to another digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         tracker: RunTracker,
         schedule: Schedule,
         run: RunDir,
+        code: Mapping[str, str] | None = None,
         ranks: Ranks | None = None,
     ):
         self.algorithm = algorithm
@@ -94,6 +98,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         self.clock = self.watchdog.around(tracker.clock)
         self.schedule = schedule
         self.run = run
+        self.code = {CODE: dict(code or {})}
         self.ranks = ranks or Ranks()
         self.step = 0
         self.stopped = False  # by a signal, before max_steps
@@ -234,7 +239,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
                 self.run.checkpoints_dir,
                 self.step,
                 self.write_checkpoint,
-                state=about | {"algorithm": self.algorithm.state()} | self.state(),
+                state=about | self.code | {"algorithm": self.algorithm.state()} | self.state(),
                 keep=self.schedule.keep_checkpoints,
                 ranks=self.ranks,
                 num_bytes=sum(model.saved_bytes() for model in self.models().values()),
@@ -275,6 +280,8 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         self.begin(self.step)
         for reason in (*lost, *checkpoint.skipped):
             self.warn(reason)
+        was, now = checkpoint.state.get(CODE, {}), self.code[CODE]
+        self.tracker.code_changed(self.step, [name for name in now if was.get(name, now[name]) != now[name]])
 
     def write_checkpoint(self, directory: Path) -> dict[str, str]:
         """Fill the directory of a new checkpoint; return the hashes of files that are already known."""

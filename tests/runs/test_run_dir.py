@@ -46,6 +46,7 @@ def test_a_run_keeps_its_identity_when_it_is_opened_again(tmp_path):
         "rl4llm",
         "fingerprint",
         "settings",
+        "contents",
     }
 
 

@@ -1,0 +1,270 @@
+"""A run is what its keys name: rows, chat template, tokenizer, weights, and the code of its user."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+from safetensors.torch import load_file, save_file
+from small_run import CONFIG
+
+from rl4llm.compose import build_trainer
+from rl4llm.compose.identity import code_digest, rows_digest
+from rl4llm.config import load_config
+from rl4llm.core.errors import RunDirError
+
+MODULE = """import functools
+import identity_helper
+from identity_helper import SIGN
+
+SCALE = 2.0
+WEIGHTS = {"a": SCALE}
+CALLS, SEEN = 0, []
+
+
+def inner(text):
+    return len(text) * SCALE
+
+
+def negated(function):
+    @functools.wraps(function)
+    def wrapper(*args, **columns):
+        return [-score for score in function(*args, **columns)]
+    return wrapper
+
+
+@negated
+def score(completions, **columns):
+    \"\"\"Score.\"\"\"
+    global CALLS
+    CALLS += 1
+    SEEN.append(completions)  # state
+    return [SIGN * inner(text) + WEIGHTS["a"] + identity_helper.f(text in {"x", "y", "z"}) for text in completions]
+
+
+class Base:
+    limit = 3
+
+
+class Object(Base):
+    def __init__(self, sign=1):
+        self.sign, self.calls, self.lock = sign, 0, object()
+
+    def __call__(self, completions, **columns):
+        self.calls += 1
+        return [self.sign * self.limit for text in completions]
+
+
+def closed(sign):
+    return lambda completions, **columns: [sign for text in completions]
+
+
+THINGS = {"score": score, "object": Object(1), "part": functools.partial(score, sign=1), "lambda": closed(1)}
+"""
+HELPER = """SIGN = 1
+
+
+def f(x):
+    return g(x)
+
+
+def g(x):
+    return 1
+"""
+OF_SCORE, OF_OBJECT = {"score", "part"}, {"object"}
+EDITS = {
+    "comment": ("# state", "# what it saw", set()),
+    "docstring": ('    """Score."""\n', "", set()),
+    "lines": ("SCALE = 2.0\n", "\n\nSCALE = (\n    2.0\n)\n", set()),
+    "unused": ("CALLS, SEEN", "UNUSED = 1\nCALLS, SEEN", set()),
+    "constant": ("SCALE = 2.0", "SCALE = -2.0", OF_SCORE),
+    "table": ('{"a": SCALE}', '{"a": -SCALE}', OF_SCORE),
+    "set": ('"y", "z"}', '"y", "w"}', OF_SCORE),
+    "function": ("len(text) * SCALE", "len(text) + SCALE", OF_SCORE),
+    "decorator": ("[-score for", "[score for", OF_SCORE),
+    "imported": ("SIGN = 1", "SIGN = -1", OF_SCORE),
+    "helper": ("return 1\n", "return -1\n", OF_SCORE),
+    "argument": ("partial(score, sign=1)", "partial(score, sign=-1)", {"part"}),
+    "closure": ("closed(1)}", "closed(-1)}", {"lambda"}),
+    "lambda": ("[sign for text", "[-sign for text", {"lambda"}),
+    "method": ("[self.sign * self.limit", "[-self.sign * self.limit", OF_OBJECT),
+    "base": ("limit = 3", "limit = 4", OF_OBJECT),
+    "option": ("Object(1)", "Object(-1)", OF_OBJECT),
+}
+
+
+@pytest.fixture
+def imported(tmp_path, monkeypatch):
+    """Return a function that writes and imports the module of a user and its helper, with a text replaced in them."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def load(old="", new=""):
+        for name, text in (("identity_helper", HELPER), ("identity_user", MODULE)):
+            (tmp_path / f"{name}.py").write_text(text.replace(old, new) if old else text)
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        return importlib.import_module("identity_user")
+
+    yield load
+    for name in ("identity_helper", "identity_user"):
+        sys.modules.pop(name, None)
+
+
+def digests(module):
+    return {name: code_digest(thing) for name, thing in module.THINGS.items()}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_change_of_code_is_seen_and_of_its_looks_is_not(imported, edit):
+    old, new, changed = EDITS[edit]
+    assert (MODULE + HELPER).count(old) == 1
+    before, after = digests(imported()), digests(imported(old, new))
+    assert {name for name in before if before[name] != after[name]} == changed
+
+
+def test_code_has_one_digest_in_all_processes_and_states(imported):
+    module = imported()
+    first = digests(module)
+    module.score(["x"])
+    module.THINGS["object"](["x"])
+    assert digests(module) == first
+    ask = "import json, identity_user as user; from rl4llm.compose.identity import code_digest as digest\n"
+    ask += "print(json.dumps({name: digest(thing) for name, thing in user.THINGS.items()}))"
+    path = os.pathsep.join(map(str, sys.path))
+    for seed in ("1", "2"):
+        environ = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        assert (
+            json.loads(subprocess.check_output([sys.executable, "-c", ask], env=environ, text=True)) == first
+        )
+
+
+def test_code_of_a_notebook_has_a_digest_without_its_state():
+    cell = "LOG, SIGN = [], 1\ndef score(completions, **columns):\n    LOG.append(1)\n    return [SIGN] * len(completions)\n"
+
+    def ran(text):
+        names = {"__name__": "__main__"}
+        exec(text, names)
+        return names["score"]
+
+    score = ran(cell)
+    first = code_digest(score)
+    score(["x"])
+    assert code_digest(score) == code_digest(ran("\n# again\n" + cell)) == first
+    assert code_digest(ran(cell.replace("[], 1", "[], -1"))) != first
+
+
+def test_rows_have_one_digest_in_any_order_of_columns():
+    class Thing:
+        """A value whose text is an address."""
+
+    row = {"messages": [{"role": "user", "content": "a"}], "ground_truth": {"x", "y", "z"}, "extra": Thing()}
+    same = dict(reversed(row.items())) | {"extra": Thing()}
+    assert rows_digest([row, {1: 2, "a": 3}]) == rows_digest([same, {1: 2, "a": 3}])
+    for name in ("messages", "ground_truth", "extra"):
+        assert rows_digest([row]) != rows_digest([row | {name: "other"}])
+    assert rows_digest([row, row | {"extra": 1}]) != rows_digest([row | {"extra": 1}, row])
+
+
+def heavier(path):
+    file = path / "base/model.safetensors"
+    save_file({name: value * 1.5 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def replaced(name, old, new, path):
+    file = path / name
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+KL = {"algorithm.kl_coef": 0.5}
+DPO = {"algorithm": {"name": "dpo"}, "data.path": "pairs.jsonl", "rollout": {"prompts": 2}, "rewards": None}
+CONTENTS = {
+    "rows": ({}, partial(replaced, "rows.jsonl", "Say 3", "Tell 3"), "rows of rows.jsonl"),
+    "truths": ({}, partial(replaced, "rows.jsonl", '"5"', '"6"'), "rows of rows.jsonl"),
+    "held-out": ({}, partial(replaced, "held.jsonl", "Say 3", "Tell 3"), "rows of held.jsonl"),
+    "template": (
+        {},
+        partial(replaced, "base/chat_template.jinja", "assistant", "bot"),
+        "chat template of base",
+    ),
+    "tokenizer": (
+        {},
+        partial(replaced, "base/tokenizer.json", '"vocab"', '"ignore_merges": true, "vocab"'),
+        "tokenizer of",
+    ),
+    "reference": (KL, heavier, "weights of the reference"),
+    "reference of pairs": (DPO, heavier, "weights of the reference"),
+}
+
+
+@pytest.fixture
+def started(model_dir, tmp_path, monkeypatch, imported):
+    """Return a function that starts a run on copies of the files that it names, again or for the first time."""
+    monkeypatch.chdir(tmp_path)
+    imported()
+    (tmp_path / "base").mkdir()
+    for file in model_dir.iterdir():
+        (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
+    for name, count in (("rows", 8), ("held", 4)):
+        rows = ({"prompt": f"Say {i}", "ground_truth": str(i)} for i in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    pairs = (f'{{"prompt": "Say {i}", "chosen": "yes", "rejected": "no"}}\n' for i in range(8))
+    (tmp_path / "pairs.jsonl").write_text("".join(pairs))
+
+    def start(max_steps, force=False, **keys):
+        paths = {
+            "model.path": "base",
+            "data": {"path": "rows.jsonl"},
+            "eval": {"path": "held.jsonl", "every": 9},
+        }
+        paths |= {"rewards": ["identity_user:score"], "output.dir": "run", "max_steps": max_steps}
+        kept = {
+            name: part
+            for name, part in CONFIG.items()
+            if name not in ("data", "rewards", "eval", "max_steps")
+        }
+        with build_trainer(load_config(None, kept | paths | keys), force=force) as trainer:
+            trainer.train()
+        return trainer
+
+    return start
+
+
+@pytest.mark.parametrize("change", CONTENTS)
+def test_a_resumed_run_refuses_other_contents(started, tmp_path, change):
+    keys, edit, name = CONTENTS[change]
+    keys = keys | ({"eval": {"every": 0}} if keys is DPO else {})
+    started(1, **keys)
+    assert started(2, **keys).run.changes == ("max_steps: 1 -> 2",)
+    edit(tmp_path)
+    with pytest.raises(RunDirError, match=rf"holds another run.*\n  {name}.* -> .*\n.*--force"):
+        started(3, **keys)
+    started(3, force=True, **keys)
+    started(4, **keys)
+    identity = json.loads((tmp_path / "run/run.json").read_text())
+    (tmp_path / "run/run.json").write_text(json.dumps(identity | {"contents": {}}))  # of an older version
+    started(5, **keys)
+
+
+def test_other_held_out_rows_by_another_key_are_no_other_run(started):
+    started(1)
+    started(2, eval={"path": "held.jsonl", "every": 9, "limit": 2})
+
+
+def test_a_resumed_run_names_the_code_that_changed(started, tmp_path, imported, capsys):
+    started(1)
+    started(2)
+    alerts = tmp_path / "run/alerts.jsonl"
+    assert "code of" not in capsys.readouterr().out + alerts.read_text()
+    imported("[-score for", "[score for")
+    started(3)
+    assert "The code of `score` changed at step 2." in capsys.readouterr().out
+    (alert,) = map(json.loads, alerts.read_text().splitlines())
+    assert (alert["since"], alert["seen"]) == (2, "the code of `score` changed at step 2")
+    started(4)
+    assert "code of" not in capsys.readouterr().out
