@@ -113,8 +113,6 @@ def load_rows(
     """
     home = _directory_of(source) if images and learns_from in SEES else None
     reader: RowReader = load(ROW_READERS[learns_from])(**columns, home=home)
-    if limit is not None and limit < 1:
-        raise ConfigError(f"data.limit={limit} is not accepted. Accepted: 1 or more, or null for all rows.")
     name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
     faults: list[str] = []
     prompts = _prompts(reader, read_rows(source, split), faults, skip=bad_rows == "skip")

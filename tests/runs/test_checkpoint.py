@@ -258,14 +258,6 @@ def test_a_callers_exception_passes_through_and_leaves_no_file(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_state_outside_json_and_a_keep_of_zero_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="must be JSON"):
-        save_checkpoint(tmp_path, 1, lambda directory: None, {"rng": torch.zeros(1)}, 1)
-    with pytest.raises(CheckpointError, match=r"checkpoint\.keep=0"):
-        save_checkpoint(tmp_path, 1, lambda directory: None, {}, 0)
-    assert names(tmp_path) == []
-
-
 def test_an_interrupted_first_save_is_reported_and_not_used(tmp_path):
     assert save_and_die_at(tmp_path, 1, 5, keep=1)
     assert latest_checkpoint(tmp_path) is None
