@@ -268,3 +268,50 @@ def test_a_resumed_run_names_the_code_that_changed(started, tmp_path, imported, 
     assert (alert["since"], alert["seen"]) == (2, "the code of `score` changed at step 2")
     started(4)
     assert "code of" not in capsys.readouterr().out
+
+
+ROLES = '''
+from rl4llm.algorithms import GRPO
+from rl4llm.envs.tool import ToolMDPEnv
+from rl4llm.core.base_env import BaseRewardFunction
+
+
+class Mine(BaseRewardFunction):
+    def __init__(self, name="mine"):
+        super().__init__(name)
+
+    def __call__(self, messages, ground_truth, **columns):
+        return 1.0
+
+
+class Env(ToolMDPEnv):
+    """A subclass."""
+
+
+class Method(GRPO):
+    """A subclass."""
+
+
+def mixed(rewards):
+    return sum(rewards.values())
+
+
+def lookup(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: what to look up.
+    """
+    return word
+'''
+
+
+def test_code_of_every_part_belongs_to_a_run(started, tmp_path):
+    (tmp_path / "identity_helper.py").write_text(ROLES)
+    sys.modules.pop("identity_helper")
+    user = "identity_helper:"
+    tools = {"tools": [f"{user}lookup"], "describe_tools": False, "max_steps": 2}
+    env = {"name": f"{user}Env", "reward_transform_fn": f"{user}mixed", **tools}
+    keys = {"env": env, "rewards": [f"{user}Mine"], "algorithm": {"name": f"{user}Method"}}
+    (code,) = started(0, **keys).code.values()
+    assert code.keys() == {"Mine", "Env", "Method", "mixed", "lookup", "rl4llm"}
