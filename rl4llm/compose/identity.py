@@ -70,7 +70,7 @@ class Identity:
     def add_tokenizer(self, path: str, tokenizer: Any) -> None:
         """Add a tokenizer, and its chat template."""
         if self.first:
-            template = json.dumps(tokenizer.chat_template, sort_keys=True)
+            template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
             self.contents[f"tokenizer of {path}"] = tokenizer_digest(tokenizer)
             self.contents[f"chat template of {path}"] = _hash(template)
 
@@ -121,7 +121,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     fast = getattr(tokenizer, "backend_tokenizer", None)
     text = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     kept = text[max(0, text.find('"added_tokens"')) :]  # after padding and truncation, which belong to a call
-    return _hash(f"{kept}{sorted(map(str, tokenizer.special_tokens_map.items()))}")
+    return _hash(f"{kept}{sorted(map(str, getattr(tokenizer, 'special_tokens_map', {}).items()))}")
 
 
 def code_digest(thing: Any) -> str:

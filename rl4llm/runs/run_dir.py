@@ -24,7 +24,7 @@ from typing import Any
 
 import rl4llm
 from rl4llm.core.errors import RunDirError
-from rl4llm.core.redact import redacted
+from rl4llm.core.redact import redacted, redacted_text
 from rl4llm.runs.lock import DirectoryLock
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -113,7 +113,7 @@ class RunDir:
         Those whose name an earlier start did not write are not compared.
         """
         assert self._plan is not None  # it is `planned`
-        self._plan.identity["contents"] = dict(contents)
+        self._plan.identity["contents"] = {redacted_text(name): contents[name] for name in contents}
         with self._usable():
             if self.path.exists():
                 self._refuse_foreign()
@@ -227,9 +227,13 @@ class RunDir:
             "created": now.isoformat("T", "seconds"),
             "rl4llm": rl4llm.__version__,
         }
-        kept = redacted(self._read_identity()) if self.resumed else new | given
+        kept = new | given
+        if self.resumed:
+            read = self._read_identity()
+            # digests, under names such as that of a token
+            kept = redacted(read) | {"contents": read.get("contents", {})}
         self.run_id, self.created = kept["run_id"], kept["created"]
-        was, contents = kept.get("contents", {}), given["contents"]
+        was, contents = kept["contents"], given["contents"]
         changes = _differences(kept["fingerprint"], given["fingerprint"], plan.defaults)
         changes += tuple(
             f"{name}: {was[name]} -> {contents[name]}"

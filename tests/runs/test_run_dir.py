@@ -128,6 +128,22 @@ def test_allowed_changes_are_reported_and_become_the_fingerprint(tmp_path):
         assert run.changes == ()
 
 
+def test_contents_are_compared_whatever_their_name(tmp_path):
+    def start(digest, name="tokenizer of models/token", **options):
+        run = RunDir.planned(tmp_path, FINGERPRINT, **options)
+        run.hold({name: digest})
+        with run:
+            run.claim()
+
+    for _ in range(2):
+        start("8ce1d0f1a2b3c4d5")
+    with pytest.raises(RunDirError, match=r"tokenizer of models/token: 8ce1d0f1a2b3c4d5 -> 0\n"):
+        start("0")
+    start("0", "another")
+    start("1", "another", allow_changes=True)
+    start("1", "another")
+
+
 def test_a_run_older_than_a_key_resumes_only_with_its_default(tmp_path):
     defaults = {"rollout.max_staleness": 0, "launch.gpu": None}
     RunDir.open(tmp_path, FINGERPRINT, settings={"threads": 1}).close()
