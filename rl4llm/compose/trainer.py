@@ -145,25 +145,6 @@ def _task(part: str, setup: Setup, dataset: Any, sandbox: Callable[[], Any]) -> 
     return Task(part, setup, env, held_out, renderer)
 
 
-def task_without_model(config: Config) -> Task:
-    """Make the environment of a configuration with its training rows and rewards; no model is loaded."""
-    setup = Setup.of(replace(config, eval=replace(config.eval, every=0)))
-    check_choices(config, Given(), setup.needs)
-    if setup.needs.learns_from != "episodes":
-        raise ConfigError(
-            f"algorithm.name={config.algorithm['name']!r} does not sample, so there are no episodes."
-        )
-    if config.parts:
-        raise ConfigError(
-            f"parts={', '.join(config.parts)} are several environments. Next: write one of them into a separate file."
-        )
-    setup = with_hosts(setup)
-    tokenizer = load_tokenizer(config.model.path, pad_token=config.model.pad_token)
-    check_tokenizer(tokenizer, config.model.path, given=False)
-    setup = replace(setup, tokenizer=tokenizer)
-    return _task("", setup, training_rows(setup), lambda: build_sandbox(config))
-
-
 def _reinforced(
     setup: Setup, parts: Mapping[str, Setup], datasets: Mapping[str, Any]
 ) -> Callable[[RunDir], RLTrainer]:

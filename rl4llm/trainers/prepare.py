@@ -61,7 +61,7 @@ class Preparation:
         divergence = self._divergence(groups) if needs.mismatched else None
         batches = [batch for update in packed for batch in update.batches]
         # The forward of the first update gives the log-probs before it.
-        later = needs.old_logprobs and needs.old_in_losses and self.batching.epochs == 1
+        later = needs.old_logprobs and needs.old_in_losses and self.batching.passes_per_rollout == 1
         for batch in batches[len(packed[0].batches) if later else 0 :]:
             batch.old_logprobs_BT = (
                 self._numbers(self.policy, batch) if needs.old_logprobs else batch.sampled_logprobs_BT
