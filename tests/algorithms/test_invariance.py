@@ -186,14 +186,14 @@ class Counted(TorchBackend):
         return super().forward(batch, temperature=temperature)
 
 
-@pytest.mark.parametrize(("epochs", "updates"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("reuse", "updates"), [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize("correction", ["tis", "geometric_icepop"])
-def test_old_log_probs_of_a_first_update_need_no_pass(model, correction, epochs, updates):
+def test_old_log_probs_of_a_first_update_need_no_pass(model, correction, reuse, updates):
     """The weights after all updates are those with a pass, in small micro-batches; the first of several needs none."""
 
     def trained(algorithm):
         policy = Counted(copy.deepcopy(model), lr=1e-3)
-        batching = Batching("packed", "token", 0, 64, 64, epochs=epochs, updates_per_rollout=updates)
+        batching = Batching("packed", "token", 0, 64, 64, passes_per_rollout=reuse, updates_per_rollout=updates)
         preparation = Preparation(algorithm=algorithm, policy=policy, batching=batching)
         made, grads = preparation.prepare(of_the_model(groups()), step=0).updates, []
         for update in made:
@@ -213,7 +213,7 @@ def test_old_log_probs_of_a_first_update_need_no_pass(model, correction, epochs,
     assert max(tensor.abs().max() for tensor in expected) > 3e-4
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     assert most == sum(sizes[:updates]) and sizes[0] > 1
-    assert passes == (0 if updates == 1 else sizes[1]) if epochs == 1 else most
+    assert passes == (0 if updates == 1 else sizes[1]) if reuse == 1 else most
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "gmpo", "gigpo"])
