@@ -100,6 +100,8 @@ DATA = _of(
      "test_pack.py::test_credits_per_turn_ignore_changes_of_weights_in_a_turn"),
     ("append_only_end", "render.py", "token_ids[cut:]", "token_ids",
      "test_render.py::test_a_turn_is_closed_exactly_once_even_if_truncated"),
+    ("tools_of_a_prompt", "render.py", "self._template.text(messages)", "self._template.without_tools().text(messages)",
+     "test_render.py::test_a_whole_prompt_equals_apply_chat_template"),
     ("text_is_never_control", "special.py", "names[found.group()], text)", "found.group(), text)",
      "test_special.py::test_follow_up_with_special_tokens_adds_no_turn"),
     ("cursor_advance", "prompts.py", "self._consumed += total", "self._consumed += self.batch_size",

@@ -190,11 +190,8 @@ class Renderer:
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the tokens of a prompt as the template renders all of it, earlier turns of the policy too."""
-        answered = any(message.role == "tool" for message in messages)
-        called = any(message.role == "tool" and message.tool_calls for message in messages)
-        template = self._way(("tool",), called=called).template if answered else self._template
         try:
-            return self.encode(template.text(messages))
+            return self.encode(self._template.text(messages))
         except TemplateError as error:
             raise self._error("this conversation", str(error)) from error
 

@@ -93,6 +93,7 @@ SPECIALS = {
 
 
 TOOL_TEMPLATES = ["chatml_tools", "thinking_chatml", "headers_bos", "reasoner", "counted_turns"]
+SHOWING = ["chatml_tools", "thinking_chatml", "headers_bos"]
 SYSTEM_REFUSED = ["inst_spaced", "start_of_turn"]
 
 
@@ -239,6 +240,19 @@ def test_the_compiled_template_equals_apply_chat_template(name, args, tokenizers
                 assert template.special.plain(template.text(messages, prompt=prompt)) == text
                 rendered += 1
     assert rendered
+
+
+@pytest.mark.parametrize(
+    ("name", "tools"), [*((name, None) for name in TOOL_TEMPLATES), *((name, TOOLS) for name in SHOWING)]
+)
+def test_a_whole_prompt_equals_apply_chat_template(name, tools, tokenizers):
+    tokenizer, messages = tokenizers[name], CONVERSATIONS[2]
+    given = {"tools": tools, "chat_template": ChatTemplate(tokenizer)._source, "add_generation_prompt": True}
+    for renderer in (Renderer(tokenizer, tools), Renderer(tokenizer).of_row({"tools": tools})):
+        for end in (1, 3, 4, 6):  # asked, answered by one tool, by two, and asked again
+            rows = [message.to_dict() for message in messages[:end]]
+            expected = tokenizer.apply_chat_template(rows, **given)["input_ids"]
+            assert renderer.prompt(messages[:end]) == expected
 
 
 @pytest.mark.parametrize("name", SPECIALS)

@@ -39,10 +39,10 @@ def thinking(name="thinking_chatml"):
     return train_tokenizer((TEMPLATES / f"{name}.jinja").read_text(), **SPECIALS[name])
 
 
-def rollout(tokenizer, thoughts, replies=REPLIES, samples=1):
+def rollout(tokenizer, thoughts, replies=REPLIES, samples=1, tools=None):
     rows = [{"messages": [{"role": "user", "content": "Begin"}], "ground_truth": ""}]
     reward = as_reward_function(lambda completions, **columns: [1.0 for _ in completions])
-    env = Asks(rows, tokenizer, [reward], max_steps=4, group_size=samples)
+    env = Asks(rows, tokenizer, [reward], max_steps=4, group_size=samples, tool_schemas=tools)
     env.thoughts = thoughts
     return Rollout(env, ScriptedClient(tokenizer, {"": replies}))
 
@@ -52,14 +52,15 @@ def play(tokenizer, thoughts, **how):
     return played._client, played.play([0], step=0, sampling_params=PARAMS).groups[0].trajectories
 
 
-def test_each_prompt_is_what_a_server_would_render():
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_each_prompt_is_what_a_server_would_render(tools):
     tokenizer = thinking()
-    client, (one,) = play(tokenizer, "drop")
+    client, (one,) = play(tokenizer, "drop", tools=tools)
     answers = [i for i, message in enumerate(one.messages) if message.role == "assistant"]
     rendered = [
-        tokenizer.apply_chat_template([m.to_dict() for m in one.messages[:i]], add_generation_prompt=True)[
-            "input_ids"
-        ]
+        tokenizer.apply_chat_template(
+            [m.to_dict() for m in one.messages[:i]], tools=tools, add_generation_prompt=True
+        )["input_ids"]
         for i in answers
     ]
     assert [list(call.prompt_ids) for call in client.calls] == rendered

@@ -3,15 +3,23 @@
 Without --sweep, some of the templates are tried.
 """
 
+import json
+from contextlib import suppress
+
+import jinja2
 import pytest
 from chat_templates import BEGIN, END, PAGE, counts, named_row, shown, tokenizer_of
 from downloads import templates
 from packed import pack
 
-from rl4llm.core.errors import TemplateError
-from rl4llm.core.types import ChatMessage
+from rl4llm.core.errors import ConfigError, TemplateError
+from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.data.pack import totals_of
 from rl4llm.data.render import Renderer
+from rl4llm.envs import chat_completions
+from rl4llm.envs.dialects import Dialects
+from rl4llm.extensions.agents import messages as anthropic
+from rl4llm.extensions.agents import responses
 from rl4llm.extensions.inspect.templates import follow_ups, play, template_row, turn
 from tests.data.test_render import ASK, EACH, chatml
 from tests.hostile import what_text_controls
@@ -22,6 +30,15 @@ LEAST = {
     "whose calls ran": 54, "with demonstrations": 55,
 }  # fmt: skip
 ASKED = ChatMessage("user", "What is 37 + 48?")
+FUNCTION = {"name": "calculator", "description": "Sums.", "parameters": {"type": "object", "properties": {}}}
+ARGUMENTS = {"expression": "37 + 48"}
+TEXT = json.dumps(ARGUMENTS)
+CALL = {"id": "call00001", "type": "function", "function": {"name": "calculator", "arguments": TEXT}}
+CALLING = [
+    ASKED.to_dict(),
+    {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "85", "tool_call_id": "call00001"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +91,45 @@ def test_no_text_writes_control_tokens(files):
         assert what_text_controls(tokenizer) == [], file.name
         tried += 1
     assert tried > 0.8 * len(files)
+
+
+@pytest.mark.parametrize("tools", [[], [FUNCTION]])
+def test_every_wire_gives_the_prompt_of_apply_chat_template(tools, files):
+    compared, listed = 0, [{"type": "function", "function": tool} for tool in tools]
+    for file in files:
+        try:
+            renderer = Dialects(tokenizer_of(file)).of(listed).renderer
+        except (TemplateError, ConfigError):
+            continue
+        expected = own_prompts(renderer._template, listed or None)
+        for messages in wires() if expected and not renderer._template.described else ():
+            assert renderer.prompt(messages) in expected, file.name
+            compared += 1
+    assert compared > 1.8 * len(files)
+
+
+def own_prompts(template, tools):
+    """Return the template's prompts of CALLING; some templates read the arguments of calls as text."""
+    found, given = [], {"chat_template": template._source, "add_generation_prompt": True}
+    for rows in (CALLING, json.loads(json.dumps(CALLING).replace(json.dumps(TEXT), json.dumps(ARGUMENTS)))):
+        with suppress(jinja2.TemplateError, TypeError):
+            found.append(template.tokenizer.apply_chat_template(rows, tools=tools, **given)["input_ids"])
+    return found
+
+
+def wires():
+    """Yield the messages of CALLING as requests of each wire have them."""
+    params, (asked, said, result) = SamplingParams(), CALLING
+    yield chat_completions.read_request({"messages": CALLING}, params).messages
+    items = [{"type": "function_call", "call_id": "call00001", "name": "calculator", "arguments": TEXT}]
+    items += [{"type": "function_call_output", "call_id": "call00001", "output": "85"}]
+    request = {"input": [asked, {"role": "assistant", "content": said["content"]}, *items]}
+    yield responses.read_request(request, params, {}).messages
+    blocks = [{"type": "tool_use", "id": "call00001", "name": "calculator", "input": ARGUMENTS}]
+    blocks = [{"type": "text", "text": said["content"]}, *blocks]
+    answer = {"type": "tool_result", "tool_use_id": "call00001", "content": result["content"]}
+    turns = [asked, {"role": "assistant", "content": blocks}, {"role": "user", "content": [answer]}]
+    yield anthropic.read_request({"max_tokens": 9, "messages": turns}, params, {}).messages
 
 
 def test_row_uses_the_template_arguments():
