@@ -67,7 +67,8 @@ def linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor
     if not _is_ours(x, weight_ND):
         return F.linear(x, weight_ND, bias_N)
     if torch.is_grad_enabled() and (x.requires_grad or weight_ND.requires_grad):
-        return _OneDNNLinear.apply(x, weight_ND, bias_N)
+        # some models change the output in place, which autograd refuses for a view that is made inside
+        return _OneDNNLinear.apply(x.reshape(-1, x.shape[-1]), weight_ND, bias_N).view(*x.shape[:-1], -1)
     return _product(x, weight_ND, bias_N)
 
 
