@@ -3,6 +3,8 @@
 import pytest
 import torch
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -11,6 +13,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
@@ -35,6 +39,10 @@ MODELS = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    ),
+    "phimoe": lambda: PhimoeForCausalLM(PhimoeConfig(**SIZES, num_local_experts=4)),
+    "falcon_h1": lambda: FalconH1ForCausalLM(
+        FalconH1Config(**SIZES, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=16)
     ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
     "gemma2": lambda: Gemma2ForCausalLM(

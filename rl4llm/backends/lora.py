@@ -38,7 +38,7 @@ class LoraAdapter(BaseAdapter):
 
     def __init__(self, model: PreTrainedModel, options: Any):
         self.model = model
-        self._options = options
+        self._options, self.excluded = options, frozenset(options.exclude_modules or ())
         layer_type = _peft().tuners.lora.LoraLayer
         self._layers = {
             name: module for name, module in model.named_modules() if isinstance(module, layer_type)
@@ -72,7 +72,7 @@ class LoraAdapter(BaseAdapter):
     def write_config(self, directory: Path) -> None:
         options = self._options.to_dict() | {"inference_mode": True}
         if whole_checkpoint(self.model) is not None:
-            targets = {name.rpartition(".")[2] for name in options["target_modules"]}
+            targets = {name.rpartition(".")[2] for name in options["target_modules"]} - self.excluded
             options |= {"target_modules": targets, "exclude_modules": r"(?!.*\blanguage_model\.).*"}
         # Sets have another order in every process.
         options = {key: sorted(value) if isinstance(value, set) else value for key, value in options.items()}
@@ -168,8 +168,9 @@ def add_adapter(
 ) -> LoraAdapter:
     """Put an adapter into a model, which keeps its class; of all its parameters only the adapter's need gradients then.
 
-    `targets` are names of linear layers; without any, all except the output layer. `alpha` is twice the rank by
-    default. The same seed gives the same adapter. A is random and B zero, so the model computes what it did before.
+    `targets` are names of linear layers; without any, all except the output layer and what PEFT cannot adapt, see
+    `BaseAdapter.excluded`. `alpha` is twice the rank by default. The same seed gives the same adapter. A is random and
+    B zero, so the model computes what it did before.
     """
     peft = _peft()
     _check(model, rank)
@@ -186,6 +187,8 @@ def add_adapter(
     with generators, warnings.catch_warnings():
         # PEFT warns of settings for other architectures than it expected, and corrects them.
         warnings.simplefilter("ignore")
+        if not targets:
+            options.exclude_modules = _excluded(model) or None
         torch.manual_seed(derive_seed(seed, "lora"))
         try:
             peft.inject_adapter_in_model(options, model, adapter_name=NAME)
@@ -212,10 +215,6 @@ def adapter_size(model: PreTrainedModel, rank: int, targets: Sequence[str] = ())
 
 
 def _check(model: PreTrainedModel, rank: int) -> None:
-    if rank < 1:
-        raise ConfigError(
-            f"model.lora.rank={rank} is not accepted for an adapter. Accepted: 1 or above, usually 8 to 64."
-        )
     widest = max((min(layer.weight.shape) for layer in _inner_layers(model).values()), default=rank)
     if rank > widest:
         raise ConfigError(
@@ -232,6 +231,24 @@ def _check_inner(model: PreTrainedModel, targets: Sequence[str], accepted: str) 
             raise ConfigError(
                 f"model.lora.targets={list(targets)} names the embedding or the output layer, which stay frozen. {accepted}"
             )
+
+
+def _excluded(model: PreTrainedModel) -> set[str]:
+    """Return the names of linear layers that PEFT cannot adapt, by a trial of each kind.
+
+    Routers return more than a tensor, and fused kernels read the weights of some layers, which they never call.
+    """
+    kinds = {(name.rpartition(".")[2], type(layer)): layer for name, layer in _inner_layers(model).items()}
+    excluded: set[str] = set()
+    for (name, _), layer in kinds.items():
+        part = nn.ModuleDict({name: layer})
+        part.config = model.config
+        try:
+            _peft().inject_adapter_in_model(_peft().LoraConfig(r=1, target_modules=[name]), part)
+            part[name](layer.weight.new_zeros(1, layer.in_features))
+        except (AttributeError, ValueError):
+            excluded.add(name)
+    return excluded
 
 
 def _inner_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:

@@ -187,6 +187,8 @@ class ModelBackend(BaseBackend):
                 f"{type(self.model).__name__} trains on padded rows, since {reason}. A prompt that several samples share "
                 "is computed for each of them, and so is padding."
             )
+        if self.adapter is not None and (names := self.adapter.excluded):
+            found.append(f"The adapter leaves out {', '.join(sorted(names))}, which PEFT cannot adapt.")
         return found
 
     @cached_property

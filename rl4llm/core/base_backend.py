@@ -43,6 +43,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 class BaseAdapter(ABC):
     """Trained weights beside a frozen model, in the form that engines load: an ordinary PEFT directory."""
 
+    excluded: frozenset[str] = frozenset()  # names of linear layers that could not be adapted
+
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of each weight, in the order of `specs`."""

@@ -243,14 +243,25 @@ def test_only_named_layers_are_adapted_and_listed_in_the_file(build, tmp_path):
     }
 
 
+@pytest.mark.parametrize("name", ["router", "out_proj"])
+def test_layers_that_peft_cannot_adapt_are_left_out(name, build, trajectories, tmp_path):
+    kind = {"router": "phimoe", "out_proj": "falcon_h1"}[name]
+    backend = adapted(build(kind))
+    train(backend, batches_of(trajectories))
+    assert backend.warnings()[-1:] == [f"The adapter leaves out {name}, which PEFT cannot adapt."]
+    backend.write_adapter(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build(kind), tmp_path)
+    assert {name for name in loaded.state_dict() if ".lora_" in name} == {
+        name.replace(".weight", ".default.weight") for name, _ in backend.adapter.parameters()
+    }
+
+
 def test_what_cannot_be_adapted_is_refused_with_what_can(build, tmp_path):
     for targets in (["q_prj"], ["q_proj", "lm_head"], ["embed_tokens"]):
         with pytest.raises(
             ConfigError, match=r"model.lora.targets=.*Accepted: down_proj, gate_proj, k_proj, o_proj"
         ):
             adapted(build(), targets=targets)
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank=0"):
-        adapted(build(), rank=0)
     widest = max(min(layer.weight.shape) for layer in _inner_layers(build()).values())
     with pytest.raises(ConfigError, match=rf"model\.lora\.rank={widest + 1} .* at most {widest}"):
         adapted(build(), rank=widest + 1)
