@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl4llm.core.errors import ConfigError, TemplateError, did_you_mean
-from rl4llm.core.message import ROLES, THOUGHTS
+from rl4llm.core.message import THOUGHTS
 from rl4llm.core.types import ChatMessage
 
 _TRUTHS = ("true", "false", "yes", "no", "on", "off")
@@ -193,12 +193,6 @@ def with_description(rows: list[dict[str, Any]], text: str, *, in_system: bool) 
 def _after(text: str, content: Any) -> Any:
     """Return a message's content behind a text; content with images is a list of parts."""
     return [{"type": "text", "text": text}, *content] if isinstance(content, list) else f"{text}{content}"
-
-
-def check_roles(roles: Sequence[str]) -> None:
-    """Raise ConfigError for roles that no message has."""
-    if unknown := set(roles) - set(ROLES):
-        raise ConfigError(f"roles={roles!r}: {min(unknown)!r} is not a role. Accepted: {', '.join(ROLES)}.")
 
 
 def most_bytes(text: str) -> int:

@@ -22,7 +22,7 @@ from rl4llm.core.images import Picture
 from rl4llm.core.message import UNSEEN
 from rl4llm.core.types import ChatMessage, TokenSpan
 from rl4llm.data.columns import TEMPLATE_ARGS, TOOLS, columns_key, read_tools
-from rl4llm.data.messages import Frames, answering, check_roles, checked_args, roles_of, unusable
+from rl4llm.data.messages import Frames, answering, checked_args, roles_of, unusable
 from rl4llm.data.probe import alike, objection, opening_objection, showing, whole_prompt
 from rl4llm.data.template import ChatTemplate, Shape, decode, opening
 from rl4llm.data.thoughts import check_thoughts, drops_thoughts
@@ -113,7 +113,6 @@ class Renderer:
         self.prompt_too_long = Frames(self._text, self.length).too_long
         self._latest: tuple[tuple[ChatMessage, ...], tuple[int, ...]] = ((), ())
         roles = tuple(roles) if roles is not None else ("user", "tool") if tools else ("user",)
-        check_roles(roles)
         self._open(roles)
         self._base = [*opening(self._systems[0]), ChatMessage("assistant", "")]
         opened = re.search(r"<think>\s*$", self._template.generation_prompt(system=self._systems[0]))
