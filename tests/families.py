@@ -38,6 +38,18 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = EXPERTS | {
+    "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "moe_topk": 2, "moe_k": 2, "n_shared_experts": 1,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "moe_layer_start_index": 1,
+    "shared_expert_intermediate_size": 16, "shared_intermediate_size": 16,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "topk_method": "greedy",
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+}  # fmt: skip
 PER_LAYER = {"vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 8}
 FAMILIES = {
     "Llama": ("Llama", {}),
@@ -55,7 +67,54 @@ FAMILIES = {
     "SmolLM3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0]}),
     "Granite": ("Granite", {}),
     "LFM2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
-}
+    "Granite 4 dense": ("GraniteMoeHybrid", MAMBA | {
+        "num_local_experts": 0, "shared_intermediate_size": 48, "layer_types": ["attention"] * 4,
+        "position_embedding_type": "rope",
+    }),
+    "Llama 4 text": ("Llama4", HEADS | {
+        "intermediate_size_mlp": 48, "num_local_experts": 4, "interleave_moe_layer_step": 2, "floor_scale": 4,
+        "attn_scale": 0.5, "no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 8,
+    }),
+    "Phi-3.5-MoE": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}  # fmt: skip
+SAMPLE = list(FAMILIES)
+FAMILIES |= {
+    "Llama 3.1": ("Llama", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }}),
+    "Qwen2 with windows": ("Qwen2", WINDOW | {"use_sliding_window": True, "max_window_layers": 2}),
+    "Gemma 3n text": ("Gemma3n", HEADS | WINDOW | MIXED | PER_LAYER | {"num_kv_shared_layers": 2, "laurel_rank": 4}),
+    "Qwen3.5-MoE text": ("Qwen3_5Moe", HEADS | ROUTED | LINEAR), "OLMo hybrid": ("OlmoHybrid", HEADS | LINEAR),
+    "LFM2-MoE": ("Lfm2Moe", ROUTED | {"layer_types": ["conv", "full_attention"] * 2}),
+    "Granite 4 hybrid": ("GraniteMoeHybrid", ROUTED | MAMBA | {"layer_types": ["mamba", "attention"] * 2}),
+    "Bamba": ("Bamba", MAMBA | {"attn_layer_indices": [1, 3]}),
+    "OPT": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "Falcon": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "GPT-J": ("GPTJ", {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4, "n_positions": 96}),
+    "DBRX": ("Dbrx", {
+        "d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 96,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"}},
+    }),
+    "CWM": ("Cwm", HEADS | WINDOW | MIXED | {"bos_token_id": 1, "eos_token_id": [2]}),
+    "MiniMax-M2": ("MiniMaxM2", HEADS | ROUTED | {"rotary_dim": 8}),
+}  # fmt: skip
+for options, kinds in (
+    ({}, "Phi OLMo=Olmo OLMo2=Olmo2 Cohere Apertus GPT-NeoX=GPTNeoX StarCoder2=Starcoder2 StableLM=StableLm Nemotron BitNet "
+         "DiffLlama MPT=Mpt Phi-3=Phi3"),
+    (HEADS, "Gemma Ministral3 GLM=Glm GLM4=Glm4 HunYuan=HunYuanDenseV1 ERNIE4.5=Ernie4_5 Seed-OSS=SeedOss Arcee Helium "
+            "Jais2"),
+    (HEADS | WINDOW | MIXED, "Ministral VaultGemma"),
+    (WINDOW | MIXED, "Cohere2 EXAONE4=Exaone4"),
+    (ROUTED, "Qwen2-MoE=Qwen2Moe Granite-MoE=GraniteMoe Granite-MoE-shared=GraniteMoeShared OLMoE=Olmoe FlexOlmo "
+             "ERNIE4.5-MoE=Ernie4_5_Moe"),
+    (HEADS | ROUTED, "Mixtral GLM4.5=Glm4Moe HunYuan-MoE=HunYuanMoEV1 dots1=Dots1 Solar-Open=SolarOpen"),
+    (HEADS | ROUTED | WINDOW | MIXED, "AFMoE=Afmoe"),
+    (ROUTED | LATENT, "GLM4.7-Flash=Glm4MoeLite DeepSeek-V2=DeepseekV2 DeepSeek-V3=DeepseekV3"),
+    (LATENT, "Youtu"),
+):  # fmt: skip
+    FAMILIES |= {name.partition("=")[0]: (name.rpartition("=")[2], options) for name in kinds.split()}
 """The class in transformers and the options of each family; windows are shorter than the conversations."""
 
 PROMPT, OTHERS, ANSWER = (
@@ -85,12 +144,24 @@ class Row:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Return what the page has in its columns."""
-        return self.family, self.layers, self.path, self.training
+        """Return what the page has beside the names of families."""
+        return self.layers, self.path, self.training
+
+
+def listed(name):
+    """Return the row that the page has of a family: layers, path, and how batches train."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
+    [row] = [tuple(facts) for names, *facts in rows if name in names.split(", ")]
+    return row
 
 
 def build(name):
-    """Return a family's model with random weights, the same each time."""
+    """Return a family's model, loaded."""
+    return load_model(plain(name), device="cpu").eval()
+
+
+def plain(name):
+    """Return the model of transformers with random weights, the same each time."""
     kind, options = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
@@ -98,7 +169,7 @@ def build(name):
     with torch.no_grad():  # norms, sinks and biases too, which begin as constants
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    return load_model(model, device="cpu").eval()
+    return model.eval()
 
 
 def measure(name):

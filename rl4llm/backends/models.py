@@ -41,6 +41,7 @@ from rl4llm.backends.model_files import (
     model_directory,
     without_reports,
 )
+from rl4llm.backends.positions import scale_by_position
 from rl4llm.core.errors import ModelError, unknown
 from rl4llm.core.registry import load
 from rl4llm.core.types import TensorSpec
@@ -98,6 +99,7 @@ def load_model(
     if torch.device(device).type == "cpu":
         use_fast_linear(model)
     use_fast_norms(model)
+    scale_by_position(model)
     if gradient_checkpointing:
         _checkpoint(model)
     return model

@@ -88,7 +88,7 @@ class Layers:
             size = getattr(layer, "sliding_window", self.windows.get(kind))
             if self.windows.setdefault(kind, size) != size:
                 strange.add(f"{kind} layers with windows of {self.windows[kind]} and {size}")
-        if strange or (getattr(model, "_is_stateful", False) and not self.recurrent):
+        if strange or (getattr(model, "_is_stateful", False) and not declared):
             what = ", ".join(sorted(strange)) or "a recurrent state"
             raise EngineError(
                 f"{type(model).__name__} uses {what}, which the embedded engine cannot cache. Use another model or engine."
@@ -110,16 +110,7 @@ class ModelDecoder(Decoder):
         self._model, self._autocast = model if self._copy is None else self._copy.model, autocast
         self._layers, self._tower = Layers(model), tower_of(model)
         self.recurrent = self._layers.recurrent
-        accepted = inspect.signature(model.forward).parameters
-        self._takes_keep = "logits_to_keep" in accepted
-        missing = [
-            name for name in ("past_key_values", "position_ids", "attention_mask") if name not in accepted
-        ]
-        if missing and not any(item.kind is item.VAR_KEYWORD for item in accepted.values()):
-            raise EngineError(
-                f"{type(model).__name__}.forward does not accept {', '.join(missing)}, which a cache needs. Use "
-                "another model or engine."
-            )
+        self._takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def serves(self, model: Any) -> bool:
         """Return whether this decoder computes the model; its own forward always does, a copy's only while it is one."""
