@@ -65,7 +65,12 @@ def check_weights(path: str | Path) -> None:
     files: set[Any] = {WEIGHTS} if (directory / WEIGHTS).is_file() else set()
     if (directory / INDEX).is_file():
         places = read_json(directory / INDEX).get("weight_map")
-        files |= set(places.values()) if isinstance(places, dict) else {None}
+        shards = set(places.values()) if isinstance(places, dict) else {None}
+        if files - shards:
+            raise ModelError(
+                f"model.path={str(directory)!r} has {WEIGHTS} and an index of other files ({INDEX}). Remove one of them."
+            )
+        files |= shards
     if not files:
         pickled = sorted(file.name for kind in PICKLED for file in directory.glob(kind))
         found = f", only {pickled[0]}, a pickle, which can run code and is not read" if pickled else ""

@@ -1,6 +1,7 @@
 """Model directories that cannot train: each is refused in one line, before anything is loaded, and no code of it runs."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -31,6 +32,11 @@ def indexed(directory, name):
     (directory / "model.safetensors").rename(directory / "one.safetensors")
     tensors = load_file(directory / "one.safetensors")
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, name)}))
+
+
+def doubled(directory):
+    indexed(directory, "one.safetensors")
+    shutil.copy(directory / "one.safetensors", directory / "model.safetensors")
 
 
 def quantized(directory):
@@ -69,6 +75,7 @@ REFUSED = {
     adapter_beside: r"PEFT adapter .* or remove adapter_config\.json",
     adapter_alone: r"PEFT adapter .*merge_and_unload",
     pickled: r"only pytorch_model\.bin, a pickle",
+    doubled: r"has model\.safetensors and an index of other files",
     cut: "damaged or incomplete",
     lambda directory: indexed(directory, "gone.safetensors"): r"names 'gone\.safetensors'",
     lambda directory: indexed(directory, "../../etc/passwd"): r"names '\.\./\.\./etc/passwd'",
