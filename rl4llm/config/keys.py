@@ -29,9 +29,7 @@ class LoraConfig:
 
     rank: Natural = 0  # 0: the whole model trains
     alpha: Count | None = None  # the adapter counts alpha / rank; null: twice the rank
-    targets: list[str] = field(
-        default_factory=list
-    )  # linear layers; empty: all that PEFT adapts, no output layer
+    targets: list[str] = field(default_factory=list)  # linear layers; empty: all inner ones that PEFT adapts
 
 
 @dataclass

@@ -110,16 +110,6 @@ def marked(message: ChatMessage, mark: str) -> ChatMessage:
     return replace(message, tool_calls=(*calls, marked))
 
 
-def checked_args(template_args: Any) -> dict[str, Any]:
-    """Return the variables of a template as a dict; raise ConfigError for anything but a mapping."""
-    if not isinstance(template_args, Mapping | None):
-        raise ConfigError(
-            f"env.template_args={template_args!r} is not accepted. Accepted: a mapping of variables of the chat template, "
-            "such as {enable_thinking: false}."
-        )
-    return dict(template_args or {})
-
-
 def unread_args(args: Mapping[str, Any], source: str) -> set[str]:
     """Return notes about the variables that the source of a template does not read.
 

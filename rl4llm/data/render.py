@@ -22,7 +22,7 @@ from rl4llm.core.images import Picture
 from rl4llm.core.message import UNSEEN
 from rl4llm.core.types import ChatMessage, TokenSpan
 from rl4llm.data.columns import TEMPLATE_ARGS, TOOLS, columns_key, read_tools
-from rl4llm.data.messages import Frames, answering, checked_args, roles_of, unusable
+from rl4llm.data.messages import Frames, answering, roles_of, unusable
 from rl4llm.data.probe import alike, objection, opening_objection, showing, whole_prompt
 from rl4llm.data.template import ChatTemplate, Shape, decode, opening
 from rl4llm.data.thoughts import check_thoughts, drops_thoughts
@@ -103,7 +103,7 @@ class Renderer:
     ):
         others = special_tokens, call_example, thoughts, vision
         self._with_args = lambda args: Renderer(tokenizer, tools, roles, args, *others)
-        self._args, self._call_example = checked_args(template_args), call_example
+        self._args, self._call_example = dict(template_args or {}), call_example
         self._template = showing(
             ChatTemplate(tokenizer, tools, template_args, special=special_tokens), call_example
         )

@@ -19,7 +19,6 @@ from rl4llm.core.errors import ConfigError, EnvError, ModelError, TemplateError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.messages import (
     CallForm,
-    checked_args,
     description,
     found_call_form,
     marked,
@@ -87,7 +86,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.tools = [dict(tool) for tool in tools] if tools else None
         self.name = f"{tokenizer.name_or_path or 'unnamed'} ({type(tokenizer).__name__})"
-        self._args = checked_args(template_args)
+        self._args = dict(template_args or {})
         source = framed(self._checked_source(), tokenizer)
         self.tells_time = "strftime_now" in source
         if self.tells_time:  # shadow the template's clock by a macro that always tells the same time

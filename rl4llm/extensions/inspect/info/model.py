@@ -73,7 +73,6 @@ def _engine(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         )
         yield "context", f"{length} tokens ({reason})"
         yield "engine", _path(model, length)
-        yield "trains as", _training(model)
     except RL4LLMError as error:
         yield "engine", str(error)
 
@@ -83,17 +82,6 @@ def _path(model: PreTrainedModel, context_length: int) -> str:
         return f"{LlamaDecoder(model, context_length).name}: functions for models like Llama"
     except UnsupportedModelError as error:
         return f"{ModelDecoder(model).name}: the forward of transformers, since {error}"
-
-
-def _training(model: PreTrainedModel) -> str:
-    why = ""
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        why = "its attention scores are capped"
-    elif not (model._supports_attention_backend or model._supports_sdpa):
-        why = "transformers cannot replace its attention"
-    if why:
-        return f"padded rows, since {why}"
-    return "one row without padding, if that gives the same numbers when a run starts"
 
 
 def _tokenizer(path: str) -> Iterator[tuple[str, str]]:
