@@ -112,7 +112,6 @@ for options, kinds in (
     (HEADS | ROUTED, "Mixtral GLM4.5=Glm4Moe HunYuan-MoE=HunYuanMoEV1 dots1=Dots1 Solar-Open=SolarOpen"),
     (HEADS | ROUTED | WINDOW | MIXED, "AFMoE=Afmoe"),
     (ROUTED | LATENT, "GLM4.7-Flash=Glm4MoeLite DeepSeek-V2=DeepseekV2 DeepSeek-V3=DeepseekV3"),
-    (LATENT, "Youtu"),
 ):  # fmt: skip
     FAMILIES |= {name.partition("=")[0]: (name.rpartition("=")[2], options) for name in kinds.split()}
 """The class in transformers and the options of each family; windows are shorter than the conversations."""

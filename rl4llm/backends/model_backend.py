@@ -266,7 +266,7 @@ class ModelBackend(BaseBackend):
         kept = self.model.state_dict(keep_vars=True)
         for name, buffer in self.model.named_buffers():
             if name in kept:
-                yield name, buffer.detach()
+                yield name.replace(".base_layer", ""), buffer.detach()  # as before PEFT wrapped its layer
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         named = dict(self.model.named_parameters())

