@@ -227,6 +227,12 @@ SYNC = _of(
      "test_mismatch.py::test_a_mismatch_beyond_the_limit_stops_with_both_numbers"),
 )  # fmt: skip
 
+RUNTIME = _of(
+    "runtime",
+    "tests/extensions",
+    ("host_of_a_website", "rebinding.py", "if not _is_address(host):", "if False:",
+     "servers/test_embedded.py::test_websites_cannot_send_requests"),
+)  # fmt: skip
 SERVERS = _of(
     "extensions/servers",
     "tests/extensions/servers",
@@ -297,6 +303,6 @@ COMPOSE = _of(
 MUTANTS = {
     mutant.name: mutant
     for mutant in chain(
-        ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, REMOTE, ADAPTERS, REWARDS, COMPOSE
+        ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, RUNTIME, REMOTE, ADAPTERS, REWARDS, COMPOSE
     )
 }

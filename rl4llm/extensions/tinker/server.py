@@ -17,6 +17,7 @@ from aiohttp import web
 
 from rl4llm.core.errors import ConfigError, RL4LLMError
 from rl4llm.extensions.tinker.service import Gone, Service
+from rl4llm.runtime.rebinding import no_websites
 
 KEY_PREFIX = "tml-"
 POLL_S = 30.0  # of a poll; the SDK waits 45 s
@@ -35,7 +36,8 @@ log = logging.getLogger("rl4llm.tinker")
 
 def application(service: Service, key: str) -> web.Application:
     """Return the web application; every request needs the key or, without one, any key of the right form."""
-    app = web.Application(client_max_size=LONGEST_BODY, middlewares=[_guarded])
+    guards = [_guarded] if key else [no_websites, _guarded]
+    app = web.Application(client_max_size=LONGEST_BODY, middlewares=guards)
     app[SERVICE], app[KEY] = service, key
     app.cleanup_ctx.append(_tidying)
     for verb in VERBS:

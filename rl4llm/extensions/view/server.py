@@ -8,9 +8,9 @@
     GET /api/runs/0/episodes/N?generation=G           one episode, the text of its tokens and its images
     GET /api/runs/0/search?q=TEXT&generation=G        numbers of the episodes that contain the text
 
-Any website can make a browser send requests to loopback, under a domain that resolves there. So the Host header must be
-a loopback address, and nothing is shared with other origins. Other users of this machine can reach loopback too. So
-each start creates a token; the address contains it once, and a cookie stores it.
+Only requests to an address are answered, see `rl4llm.runtime.rebinding`, and nothing is shared with other origins. Other
+users of this machine can reach loopback too. So each start creates a token; the address contains it once, and a cookie
+stores it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from rl4llm.extensions.view.bands import described
 from rl4llm.extensions.view.index import COLUMNS, token_ids_of
 from rl4llm.extensions.view.run import ViewedRun
 from rl4llm.extensions.view.words import dicts_in
+from rl4llm.runtime.rebinding import no_websites
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -43,8 +44,6 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 ROWS_AT_ONCE = 50_000
 RUNS: web.AppKey[Sequence[ViewedRun]] = web.AppKey("runs")
 TOKEN = web.AppKey("token", str)
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-HOST = re.compile(rf"({'|'.join(map(re.escape, LOOPBACK))})(:\d{{1,5}})?", re.ASCII | re.IGNORECASE)
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -85,7 +84,7 @@ def serve(
 
 def application(runs: Sequence[ViewedRun], token: str = "") -> web.Application:
     """Return the web application; every request needs the token."""
-    app = web.Application(middlewares=[_guard])
+    app = web.Application(middlewares=[_guard, no_websites])
     app[TOKEN] = token
     app.router.add_get("/", _page)
     app.router.add_get("/page/{name}", _page)
@@ -134,18 +133,14 @@ def digests_of(episode: Any) -> list[str]:
 
 @web.middleware
 async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
-    host = request.headers.get("Host", "")
-    if not HOST.fullmatch(host):
-        text = f"This page is only available at {', '.join(LOOPBACK)}, not at {host!r}.\n"
-        response: web.StreamResponse = web.Response(status=403, text=text)
-    elif not _knows_token(request):
+    if not _knows_token(request):
         text = "This page needs a token. Open the address that the command printed, with ?token=...\n"
-        response = web.Response(status=403, text=text)
+        response: web.StreamResponse = web.Response(status=403, text=text)
     else:
         try:
             response = await handler(request)
         except web.HTTPException as error:
-            response = web.Response(status=error.status, text=f"{error.status}: {error.reason}\n")
+            response = web.Response(status=error.status, text=f"{error.text}\n")
         except LookupError as error:
             response = web.Response(status=404, text=f"{error.args[0] if error.args else 'not found'}\n")
     response.headers.update(HEADERS)

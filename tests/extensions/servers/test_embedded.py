@@ -511,12 +511,19 @@ def test_requests_of_openai_are_refused_by_name(url, one_by_one):
         client.models.list()
 
 
-def test_forms_of_websites_cannot_send_requests(url):
-    asked = [
-        "curl", "-s", "-d", '{"mode": "abort"}', "-H", "Content-Type: text/plain", f"{url}/pause_generation",
-    ]  # fmt: skip
-    answer = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-    assert "Content-Type must be application/json" in answer
+def curl(url, *headers, body="{}"):
+    words = ["curl", "-s", "-d", body, *(word for header in headers for word in ("-H", header)), url]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+def test_websites_cannot_send_requests(url, one_by_one):
+    form, json_body = "Content-Type: text/plain", "Content-Type: application/json"
+    evil = "Host: evil.example:8000"  # whose name may resolve to this machine
+    path, refused = "/continue_generation", "Host 'evil.example:8000' is not accepted"
+    assert "Content-Type must be application/json" in curl(url + path, form)
+    assert refused in curl(url + path, json_body, evil)
+    assert '"ok"' in curl(url + path, json_body, "Host: 10.1.2.3:8000")
+    assert '"ok"' in curl(one_by_one + path, json_body, evil, f"Authorization: Bearer {KEY}")
 
 
 def words(*flags):

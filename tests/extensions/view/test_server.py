@@ -1,4 +1,5 @@
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from extensions.view.runs import write_run
 from extensions.view.serving import get, request, served
 from forked_python import started
 
-from rl4llm.extensions.view.server import LOOPBACK, PAGE
+from rl4llm.extensions.view.server import PAGE
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,12 +52,12 @@ def test_a_name_that_only_resolves_to_loopback_is_refused(url):
     for path in ("/", "/page/main.js", "/api/runs"):
         others = (
             "evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example",
-            "localhost:1@evil", "",
+            "localhost:1@evil", "evil@localhost", "2130706433", "[]", "",
         )  # fmt: skip
         for host in others:
             status, _, body = request(url, path, Host=host)
             assert status in (400, 403) and b"config" not in body, host
-        for host in LOOPBACK:
+        for host in ("localhost", "127.0.0.1", "[::1]", "10.1.2.3", "LOCALHOST", socket.gethostname()):
             assert request(url, path, Host=host)[0] == request(url, path, Host=f"{host}:{port}")[0] == 200
 
 

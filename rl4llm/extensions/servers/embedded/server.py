@@ -38,6 +38,7 @@ from rl4llm.extensions.servers.embedded.native import (
 from rl4llm.extensions.servers.embedded.openai import OpenAIEndpoints
 from rl4llm.extensions.servers.embedded.weights import checksum, read_weights
 from rl4llm.inference.local import LocalClient
+from rl4llm.runtime.rebinding import no_websites
 from rl4llm.runtime.terminal import visible
 
 MAX_BODY = 256 * 1024**2  # bytes
@@ -64,7 +65,8 @@ class EmbeddedServer:
 
     def application(self) -> web.Application:
         """Return the web application."""
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answered])
+        guards = [self._answered] if self._key else [self._answered, no_websites]
+        app = web.Application(client_max_size=MAX_BODY, middlewares=guards)
         gets = {"/health": self._health, "/model_info": self._model_info, "/server_info": self._server_info}
         posts = {
             "/generate": self._generate,
