@@ -47,11 +47,12 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        finite = self.temperature == 0 or 1e-6 <= self.temperature <= 1e6  # as logits divided by it are
         for name, holds, range_ in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0.0 <= self.temperature < math.inf, "0 (greedy) or above"),
+            ("temperature", finite, "0 (greedy), or 1e-6 to 1e6"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1 (1 is off)"),
-            ("top_k", self.top_k >= 0, "0 (off) or above"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (off) to 2147483647"),
         ):
             if not holds:
                 raise EngineError(f"SamplingParams.{name}={getattr(self, name)!r} is not accepted: {range_}.")

@@ -13,6 +13,7 @@ from rl4llm.extensions.inspect.plan.shape import shape_of
 from rl4llm.inference.embedded import kv_cache, rows
 from rl4llm.inference.embedded.engine import Engine
 from rl4llm.inference.embedded.kv_cache import similar
+from rl4llm.inference.embedded.stops import StopRules
 from rl4llm.inference.local import LocalClient
 from rl4llm.testing import check_client
 
@@ -488,6 +489,17 @@ def test_stop_tokens_end_a_completion_and_are_kept(make, tokenizer):
         end = min(free.index(stop) for stop in stops if stop in free)
         assert completion.token_ids == free[: end + 1]
         assert completion.finish_reason == "stop"
+
+
+def test_tables_of_stops_are_bounded(tokenizer):
+    rules = StopRules(tokenizer, 320, torch.device("cpu"))
+    sizes = []
+    for number in range(100):
+        rules.table([rules.rule(SamplingParams(stop=(f"{number}",)))])
+        sizes.append(len(rules._tables))
+    assert max(sizes) == 64
+    many = tuple(f"{number}" + "x" * 10_000 for number in range(64))
+    assert rules.table([rules.rule(SamplingParams(stop=many))]).codes.any()
 
 
 def test_the_end_token_stops_unless_it_is_ignored(build, tokenizer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from rl4llm.core.types import SamplingParams
 
 CONTINUES, STOP_TOKEN, MAYBE_STRING = 0, 1, 2
+KEPT = 64  # tables of stops, each with a byte for each token of the vocabulary
 SLACK = 8  # tokens to decode in front of those that can contain a stop string
 
 Rule = tuple[frozenset[int], tuple[str, ...]]
@@ -93,22 +94,29 @@ class StopRules:
 
     def _table(self, rule: Rule) -> Tensor:
         if rule not in self._tables:
+            while len(self._tables) >= KEPT:
+                del self._tables[next(iter(self._tables))]
             tokens, strings = rule
             table = torch.zeros(self._vocab_size, dtype=torch.int8)
             if strings:
                 if self._token_texts is None:
                     known = range(min(self._vocab_size, len(self._tokenizer)))
                     self._token_texts = [text_of(self._tokenizer, [token]) for token in known]
+                longest = max(map(len, self._token_texts)) + 1
+                tails = {stop[-size:] for stop in strings for size in range(1, min(len(stop), longest) + 1)}
+                whole = [stop for stop in strings if len(stop) <= longest]
                 texts = enumerate(self._token_texts)
-                table[[token for token, text in texts if _may_complete(text, strings)]] = MAYBE_STRING
+                table[[token for token, text in texts if _may_complete(text, tails, whole)]] = MAYBE_STRING
             table[[token for token in tokens if 0 <= token < self._vocab_size]] = STOP_TOKEN
             self._tables[rule] = table.to(self._device)
         return self._tables[rule]
 
 
-def _may_complete(text: str, strings: tuple[str, ...]) -> bool:
-    """Return whether a stop string may end inside this token's text; a part of a character (U+FFFD) may be anything."""
-    if "\ufffd" in text:
+def _may_complete(text: str, tails: Container[str], whole: Sequence[str]) -> bool:
+    """Return whether a stop string with one of these tails, or a whole one, may end inside this token's text.
+
+    A part of a character (U+FFFD) may be anything.
+    """
+    if "\ufffd" in text or any(stop in f" {text}" for stop in whole):
         return True
-    heads = [form[:end] for form in (text, " " + text) for end in range(1, len(form) + 1)]
-    return any(stop.endswith(head) or head.endswith(stop) for stop in strings for head in heads)
+    return any(form[:end] in tails for form in (text, f" {text}") for end in range(1, len(form) + 1))
