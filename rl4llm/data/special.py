@@ -30,6 +30,7 @@ Row = dict[str, Any]
 Render = Callable[..., str | None]
 """(rows, prompt=...) -> what the template makes of them without tools; None if it refuses them."""
 
+LONG = 1 << 16  # characters, which take about 0.1 s
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _CALL = {
     "id": "probecall",
@@ -142,9 +143,7 @@ class SpecialTokens:
             return self._encoded_in_pieces(text)
         twin, names, ids = self._twin
         text = self._patterns["tool"].sub(lambda found: names[found.group()], text)
-        return [
-            ids.get(token, token) for token in twin.encode(self.plain(text), add_special_tokens=False).ids
-        ]
+        return [ids.get(token, token) for token in encoded(twin, self.plain(text))]
 
     @cached_property
     def control(self) -> frozenset[str]:
@@ -238,6 +237,13 @@ class SpecialTokens:
         twin = Tokenizer.from_str(json.dumps(made))
         ids = {twin.token_to_id(names.get(text, text)): token for text, token in added}
         return twin, names, {ours: token for ours, token in ids.items() if ours is not None}
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the token ids of a text, without added special tokens; a long one does not stop other threads."""
+    if len(text) < LONG:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids  # releases the interpreter
 
 
 def framed(source: str, tokenizer: Any) -> str:

@@ -28,7 +28,7 @@ from rl4llm.data.messages import (
     unread_args,
     with_description,
 )
-from rl4llm.data.special import SpecialTokens, framed
+from rl4llm.data.special import SpecialTokens, encoded, framed
 
 Shape = tuple[str, ...]
 """The roles of the messages between two turns of the policy, e.g. ("tool", "tool")."""
@@ -264,7 +264,7 @@ class ChatTemplate:
         fast = getattr(self.tokenizer, "backend_tokenizer", None)
         if fast is None or fast.truncation or fast.padding:  # which the tokenizer's own call switches off
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        return fast.encode(text, add_special_tokens=False).ids
+        return encoded(fast, text)
 
     def on_another_day(self) -> ChatTemplate:
         """Return the same template with a later date."""

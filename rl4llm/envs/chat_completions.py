@@ -171,7 +171,7 @@ def read_message(row: Any, where: str = "message", picture: Pictures | None = No
 
 def read_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     """Check a list of tools in the form of OpenAI's chat. Raises RequestError."""
-    listed = tools if isinstance(tools, list) else [tools]
+    listed = tools if isinstance(tools, list) else [None]
     functions = [tool.get("function") if isinstance(tool, dict) else None for tool in listed]
     if not all(
         isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions

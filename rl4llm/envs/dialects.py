@@ -91,6 +91,11 @@ class Dialects:
         self.longest_token = max(map(len, tokenizer.get_vocab()))  # maximum number of characters per token
         self._made: OrderedDict[str, Dialect] = OrderedDict()
 
+    def least_tokens(self, content: bytes) -> int:
+        """Return how many tokens the JSON of a request has at least, without parsing it."""
+        parts = max(content.count(key) for key in (b'"role"', b'"type"'))
+        return max(parts, content.count(b",") // self.longest_token)
+
     def of(self, tools: Sequence[Mapping[str, Any]]) -> Dialect:
         """Return the dialect of a set of tools. Raises TemplateError or ConfigError if the chat template cannot show
         them.

@@ -20,6 +20,8 @@ from rl4llm.core.types import ChatMessage, Completion, SamplingParams
 
 MODEL = "policy"
 PIECE = 16  # characters of a streamed delta
+MOST_STOPS = 64  # which are looked for in every token
+TOO_DEEP = "The request is nested too deeply. Send flatter JSON."
 PLAIN = {"type": "text"}
 Kept = Mapping[str, tuple[ChatMessage, ...]]
 """The id of an earlier answer -> the conversation with it."""
@@ -126,6 +128,19 @@ def pieces(text: str, start: int = 0) -> list[str]:
     return [text[at : at + PIECE] for at in range(start, len(text), PIECE)]
 
 
+def read_json(content: bytes) -> Any:
+    """Return the JSON of a request. Raises RequestError.
+
+    Lone surrogates, which neither tokenizers nor answers accept, are replaced.
+    """
+    text = content.decode(errors="replace")
+    try:
+        body = json.loads(text)
+        return json.loads(dumps(body).encode(errors="replace")) if "\\ud" in text.lower() else body
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not JSON: {error}"[:300]) from error
+
+
 def dumps(body: Mapping[str, Any] | Sequence[Any]) -> str:
     """Return compact JSON, as it is sent."""
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
@@ -230,8 +245,8 @@ def stops_of(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return the stop strings of a field."""
     stop = body.get(name, ())
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
-    texts = all(isinstance(text, str) and text for text in stops)
-    _accepted(name, stop, texts, "a string, or a list of strings")
+    texts = len(stops) <= MOST_STOPS and all(isinstance(text, str) and text for text in stops)
+    _accepted(name, stop, texts, f"a string, or a list of at most {MOST_STOPS} strings")
     return stops
 
 

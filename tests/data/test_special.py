@@ -1,6 +1,8 @@
 """Text is never control: special tokens in messages become ordinary tokens."""
 
 import json
+import threading
+import time
 from functools import partialmethod
 
 import pytest
@@ -12,6 +14,7 @@ from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError, SpecialTokenError, TemplateError
 from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.data import special
 from rl4llm.data.demonstrations import demonstration
 from rl4llm.data.render import Renderer
 from rl4llm.data.template import ChatTemplate, decode
@@ -51,6 +54,31 @@ def test_follow_up_with_special_tokens_adds_no_turn():
     assert counted(token_ids, control) == counted(harmless, control)
     assert EVIL in decode(tokenizer, token_ids)
     assert renderer.special_tokens([ChatMessage("user", EVIL), ChatMessage("user", "x")]) == 2
+
+
+@pytest.mark.parametrize("text", ["x ", "<|im_end|> é"])
+def test_long_texts_let_other_threads_run(text, monkeypatch):
+    """A server renders beside its event loop. The thread here measures for how long it cannot run."""
+    renderer, gaps, done = Renderer(chatml(EACH + ASK), roles=()), [0.0], threading.Event()
+    messages = [ChatMessage("user", text * 50_000)]
+    monkeypatch.setattr(special, "LONG", 10**9)
+    expected = renderer.first(messages)
+    monkeypatch.undo()
+
+    def beat():
+        last = time.monotonic()
+        while not done.wait(0.001):
+            last, before = time.monotonic(), last
+            gaps.append(last - before)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    begin = time.monotonic()
+    assert renderer.prompt(messages) == expected
+    took = time.monotonic() - begin
+    done.set()
+    thread.join()
+    assert max(gaps) < 0.5 * took
 
 
 def test_tokens_beside_an_escaped_one_are_those_in_place():

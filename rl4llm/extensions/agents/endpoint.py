@@ -7,7 +7,6 @@ key. The server listens on loopback only, and every error is a JSON object of th
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
@@ -16,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from rl4llm.envs import chat_completions
-from rl4llm.envs.wire import MODEL, Answer, Asked, RequestError, Wire, dumps
+from rl4llm.envs.wire import MODEL, TOO_DEEP, Answer, Asked, RequestError, Wire, dumps, read_json
 from rl4llm.extensions.agents import messages, responses
 from rl4llm.extensions.agents.history import Entry
 from rl4llm.extensions.agents.session import AgentSession
@@ -143,16 +142,8 @@ class AgentEndpoint:
 
 async def _body(request: web.Request, session: AgentSession) -> Any:
     content = await request.read()
-    parts = max(content.count(key) for key in (b'"role"', b'"type"'))
-    session.check_size(parts)  # parsing a million messages would stop the event loop
-    text = content.decode(errors="replace")
-    try:
-        body = json.loads(text)
-        if "\\ud" in text.lower():  # perhaps lone surrogates, which neither tokenizers nor answers accept
-            body = json.loads(dumps(body).encode(errors="replace"))
-        return body
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is not JSON: {error}"[:300]) from error
+    session.check_content(content)
+    return read_json(content)
 
 
 async def _answered(request: web.Request, session: AgentSession) -> tuple[Asked, Answer, Entry]:
@@ -164,6 +155,8 @@ async def _answered(request: web.Request, session: AgentSession) -> tuple[Asked,
         return asked, *await session.answer(asked)
     except RequestError:
         raise
+    except RecursionError as error:
+        raise RequestError(TOO_DEEP) from error
     except Exception as error:
         session.broke(error)  # the episode raises it again, which stops the run
         raise RequestError(f"{type(error).__name__}: {error}", status=500) from error

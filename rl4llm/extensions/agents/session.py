@@ -130,6 +130,10 @@ class AgentSession:
                 f"This episode is over and accepts no more requests{why}.", status=410, code="episode_over"
             )
 
+    def check_content(self, content: bytes) -> None:
+        """Refuse JSON that cannot fit the context, before it is parsed."""
+        self.check_size(self._dialects.least_tokens(content))
+
     def check_size(self, count: int) -> None:
         """Refuse more messages or tools than tokens fit the context, before anything is built of them."""
         if count > self._llm.context_length:

@@ -64,6 +64,11 @@ def error_of(response):
     ({"messages": [USER], "stream": "yes"}, 400, "stream='yes' is not accepted"),
     ({"messages": [USER], "tools": [{"name": "f"}]}, 400, "tools must be a list"),
     ({"messages": [USER], "tools": 5}, 400, "tools must be a list"),
+    ({"messages": [USER], "tools": {"function": {"name": "f"}}}, 400, "tools must be a list"),
+    ({"messages": [USER], "stop": ["x"] * 65}, 400, "at most 64 strings"),
+    ({"messages": [0] * 100_000}, 400, "the context length is 512"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f", "d": %s}}]}'
+     % (b"[" * 600 + b"]" * 600), 400, "nested too deeply"),
     ({"messages": [USER], "no_such_field": {"a": 1}}, 400, "no_such_field={'a': 1} is not accepted"),
     ({"messages": [USER | {"audio": {"id": "a"}}]}, 400, r"messages\[0\].audio is not read"),
     ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, 400, "longer than any conversation"),

@@ -29,6 +29,7 @@ from rl4llm.core.errors import ConfigError, EngineError, RefusedError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.embedded import EmbeddedClient
 from rl4llm.extensions.servers.embedded import server
+from rl4llm.extensions.servers.embedded.openai import OpenAIEndpoints
 from rl4llm.extensions.servers.embedded.server import EmbeddedServer
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
 from rl4llm.extensions.servers.fleet.member import FleetLimits
@@ -288,6 +289,10 @@ BAD = {
     "a penalty": ({"sampling_params": {"min_p": 0.1}}, "min_p=0.1 is not accepted. Accepted: 0"),
     "a field": ({"txt": "a"}, "the field='txt' is unknown"),
     "metrics": ({"log_metrics": False}, "the field='log_metrics' is unknown"),
+    "top_k": ({"sampling_params": {"top_k": 10**30}}, "is not accepted: 0 (off) to 2147483647"),
+    "a temperature near 0": ({"sampling_params": {"temperature": 1e-300}}, "0 (greedy), or 1e-6 to 1e6"),
+    "stop strings": ({"sampling_params": {"stop": ["a"] * 65}}, "a list of at most 64 strings"),
+    "values": ({"images": [0] * 7000}, "at least 538 tokens, but the context length is 512"),
     "a stream": ({"stream": True}, "/v1/completions stream"),
 }
 
@@ -379,6 +384,22 @@ def test_a_server_continues_while_its_weights_are_read(model, tokenizer, monkeyp
         finally:
             read.set()
             await reading
+
+    asyncio.run(scene())
+
+
+def test_a_server_continues_while_a_chat_is_rendered(model, tokenizer, monkeypatch):
+    read, render = threading.Event(), OpenAIEndpoints._rendered
+    monkeypatch.setattr(OpenAIEndpoints, "_rendered", lambda *of: read.wait(30) and render(*of))
+
+    async def scene():
+        served = EmbeddedServer(model, tokenizer, LocalClient(load_model(model), tokenizer), "m", "m")
+        said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        rendering = asyncio.create_task(served._openai.chat(said))
+        await asyncio.sleep(0.01)
+        await asyncio.wait_for(served._health({}), 20)
+        read.set()
+        assert (await rendering).prompt.token_ids
 
     asyncio.run(scene())
 
@@ -524,6 +545,27 @@ def test_websites_cannot_send_requests(url, one_by_one):
     assert refused in curl(url + path, json_body, evil)
     assert '"ok"' in curl(url + path, json_body, "Host: 10.1.2.3:8000")
     assert '"ok"' in curl(one_by_one + path, json_body, evil, f"Authorization: Bearer {KEY}")
+    assert "API key is missing or wrong" in curl(one_by_one + path, json_body, "Authorization: Bearer \xff")
+
+
+CHAT = b'{"messages": [{"role": "user", "content": "%s"}], "max_tokens": 2%s}'
+DEEP = b', "tools": [{"function": {"name": "f", "description": %s}}]' % (b"[" * 600 + b"]" * 600)
+
+
+@pytest.mark.parametrize(("body", "answer"), [
+    (CHAT % (b"a " * 4000, b""), "at least 615 tokens, but the context length is 512"),
+    (b'{"messages": [%s]}' % (b'{"role": "user"},' * 600), "at least 600 tokens"),
+    (b'{"messages": [%s{}]}' % (b"{}," * 600), "at least 601 tokens"),
+    (CHAT % (b"a" * 2**21, b""), "Maximum request body size"),
+    (CHAT % (b"x", DEEP), "nested too deeply"),
+    (CHAT % (b"x", b', "tools": {"function": {"name": "f"}}'), "tools must be a list"),
+    (CHAT % (b"\\ud800", b""), "chat.completion"),
+], ids=["text", "messages", "values", "bytes", "depth", "tools", "surrogate"])  # fmt: skip
+def test_a_chat_is_bounded_before_it_is_rendered(url, body, answer):
+    port = int(url.rpartition(":")[2])
+    with contextlib.closing(HTTPConnection("127.0.0.1", port)) as connection:
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        assert answer in connection.getresponse().read().decode()
 
 
 def words(*flags):

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl4llm.core.errors import EngineError, unknown
 from rl4llm.core.types import Completion, SamplingParams
-from rl4llm.envs.wire import RequestError
+from rl4llm.envs.wire import RequestError, stops_of
 
 FIELDS = (
     "rid", "input_ids", "images", "sampling_params", "return_logprob", "logprob_start_len", "stream",
@@ -27,7 +27,7 @@ SAMPLED = {
 """Sampling parameters by their name in requests."""
 TYPES: Mapping[str, tuple[type, ...]] = {
     "max_tokens": (int,), "temperature": (int, float), "top_p": (int, float), "top_k": (int,), "seed": (int,),
-    "ignore_eos": (bool,), "stop": (list, tuple), "stop_token_ids": (list, tuple),
+    "ignore_eos": (bool,), "stop": (str, list), "stop_token_ids": (list,),
 }  # fmt: skip
 NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 """What the engine does not have; requests may send only these values."""
@@ -91,11 +91,9 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
             kind = " or ".join(item.__name__ for item in TYPES[name])
             raise RequestError(f"{name}={value!r:.100} is not accepted. Accepted: {kind}.", param=name)
     stops = {
-        "stop": tuple(given.get("stop", ())),
+        "stop": stops_of(given, "stop"),
         "stop_token_ids": tuple(tokens_of(given.get("stop_token_ids", []), "stop_token_ids")),
     }
-    if not all(isinstance(text, str) and text for text in stops["stop"]):
-        raise RequestError(f"stop={given['stop']!r:.100} is not a list of strings.", param="stop")
     top_k = {"top_k": max(0, given["top_k"])} if "top_k" in given else {}  # -1 is off, too
     try:
         return SamplingParams(**{"seed": secrets.randbits(63), **given, **stops, **top_k})
@@ -105,7 +103,7 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
 
 def tokens_of(ids: Any, name: str) -> list[int]:
     """Return token ids; raise RequestError for anything else than a list of whole numbers."""
-    if not isinstance(ids, list | tuple) or not all(type(token) is int for token in ids):
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise RequestError(f"{name} must be a list of token ids: {ids!r:.100}.", param=name)
     return list(ids)
 

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from rl4llm.core.errors import ConfigError, DataError, TemplateError
 from rl4llm.core.types import Completion, SamplingParams, TokenSpan
 from rl4llm.envs.chat_completions import answer_body, chunk_of, chunks, read_request
 from rl4llm.envs.dialects import Dialect, Dialects
-from rl4llm.envs.wire import Answer, Asked, RequestError
+from rl4llm.envs.wire import Answer, Asked, RequestError, flag_of
 from rl4llm.extensions.servers.embedded.native import object_of, sampling_params, tokens_of
 from rl4llm.inference.embedded.stops import text_of
 from rl4llm.inference.local import LocalClient
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from rl4llm.data.vision import Vision
 
 OWN = ("temperature", "top_p", "top_k", "seed")  # sampling parameters of requests, beside what ends an answer
-PLAIN = ("model", "prompt", "max_tokens", "stop", "logprobs", "stream", "user", *OWN)
+ENDED = (*OWN, "max_tokens", "stop")
+PLAIN = ("model", "prompt", "logprobs", "stream", "user", *ENDED)
 LOOK_S = 0.1  # how often a stream looks for new tokens
 HIDDEN = Completion("", (), (), "length", 0)
 
@@ -58,27 +60,37 @@ class OpenAIEndpoints:
 
     def __init__(self, engine: LocalClient, tokenizer: Any, name: str, vision: Vision | None = None):
         self._engine, self._tokenizer, self.name = engine, tokenizer, name
-        self._dialects = Dialects(tokenizer, vision=vision)
+        self.dialects = Dialects(tokenizer, vision=vision)
+        self._thread = ThreadPoolExecutor(1)  # only one, since renderers are not made for several
 
     def models(self) -> dict[str, Any]:
         """Return the list of models, which has one."""
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "rl4llm"}
         return {"object": "list", "data": [{**model, "max_model_len": self._engine.context_length}]}
 
-    def chat(self, body: Any) -> ChatJob:
+    def check_size(self, tokens: int) -> None:
+        """Raise RequestError for a request of at least as many tokens, before anything is built of it."""
+        if tokens > self._engine.context_length:
+            raise RequestError(
+                f"The request has at least {tokens} tokens, but the context length is {self._engine.context_length} tokens.",
+                code="context_length_exceeded",
+            )
+
+    async def chat(self, body: Any) -> ChatJob:
         """Check a request for a chat completion. Raises RequestError."""
         given = self._given(body)
         params = sampling_params({name: given.pop(name) for name in OWN if name in given})
+        for value in (given.get("messages"), given.get("tools")):
+            self.check_size(len(value) if isinstance(value, list) else 0)
         asked = read_request({"model": self.name, **given}, params)
+        self.check_size(asked.characters // self.dialects.longest_token)
         if asked.overridden:
             raise RequestError(
                 f"{', '.join(asked.overridden)} is not accepted by the embedded engine. Remove it.",
                 param=asked.overridden[0],
             )
         try:
-            dialect = self._dialects.of(asked.tools)
-            token_ids = dialect.renderer.prompt(asked.messages)
-            prompt = dialect.renderer.context(token_ids, asked.messages)
+            dialect, prompt = await self._in_thread(self._rendered, asked)
         except (TemplateError, DataError, ConfigError) as error:
             raise RequestError(str(error), code="invalid_messages", param="messages") from error
         params = params.replace(
@@ -88,7 +100,7 @@ class OpenAIEndpoints:
         )
         return ChatJob(secrets.token_hex(12), prompt, params, asked.stream, asked, dialect)
 
-    def text(self, body: Any) -> TextJob:
+    async def text(self, body: Any) -> TextJob:
         """Check a request for a continuation. Raises RequestError."""
         given = self._given(body)
         if strange := sorted(given.keys() - set(PLAIN)):
@@ -96,20 +108,19 @@ class OpenAIEndpoints:
                 f"{strange[0]} is not accepted by /v1/completions. Accepted: {', '.join(PLAIN)}.",
                 param=strange[0],
             )
-        prompt, stop = given.get("prompt"), given.get("stop", [])
-        prompt_ids = (
-            list(self._tokenizer(prompt)["input_ids"])
-            if isinstance(prompt, str)
-            else tokens_of(prompt, "prompt")
-        )
-        chosen = {name: given[name] for name in (*OWN, "max_tokens") if name in given}
-        params = sampling_params({**chosen, "stop": [stop] if isinstance(stop, str) else stop})
+        prompt = given.get("prompt")
+        params = sampling_params({name: given[name] for name in ENDED if name in given})
+        if isinstance(prompt, str):
+            self.check_size(len(prompt) // self.dialects.longest_token)
+            prompt_ids = list((await self._in_thread(self._tokenizer, prompt))["input_ids"])
+        else:
+            prompt_ids = tokens_of(prompt, "prompt")
         params = params.replace(max_tokens=self._limit(given.get("max_tokens", 16), len(prompt_ids)))
         return TextJob(
             secrets.token_hex(12),
             TokenSpan.context(prompt_ids),
             params,
-            bool(given.get("stream")),
+            flag_of(given, "stream"),
             given.get("logprobs") not in (None, False),
         )
 
@@ -144,6 +155,16 @@ class OpenAIEndpoints:
                 shown += len(piece)
         for chunk in chunks(answer, usage=usage, shown=shown):
             yield chunk
+
+    async def _in_thread(self, function: Callable[..., Any], argument: Any) -> Any:
+        """Return what a function returns that would stop the event loop for long texts."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, argument)
+
+    def _rendered(self, asked: Asked) -> tuple[Dialect, TokenSpan]:
+        """Return the dialect and the prompt of a request. Raises TemplateError, DataError or ConfigError."""
+        dialect = self.dialects.of(asked.tools)
+        token_ids = dialect.renderer.prompt(asked.messages)
+        return dialect, dialect.renderer.context(token_ids, asked.messages)
 
     async def _sampled(self, job: Job, session: str = "") -> Completion:
         ids, images = job.prompt.token_ids, job.prompt.images

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsErr
 from rl4llm.core.images import ImagePlace, tower_of
 from rl4llm.core.registry import load
 from rl4llm.core.types import WeightRef
-from rl4llm.envs.wire import RequestError, dumps
+from rl4llm.envs.wire import TOO_DEEP, RequestError, dumps, read_json
 from rl4llm.extensions.servers.embedded.native import (
     NativeRequest,
     completion_body,
@@ -66,7 +66,7 @@ class EmbeddedServer:
     def application(self) -> web.Application:
         """Return the web application."""
         guards = [self._answered] if self._key else [self._answered, no_websites]
-        app = web.Application(client_max_size=MAX_BODY, middlewares=guards)
+        app = web.Application(client_max_size=self._largest_body(), middlewares=guards)
         gets = {"/health": self._health, "/model_info": self._model_info, "/server_info": self._server_info}
         posts = {
             "/generate": self._generate,
@@ -79,12 +79,30 @@ class EmbeddedServer:
         }
         app.router.add_get("/v1/models", self._models)
         for path, answer in gets.items():
-            app.router.add_get(path, _answering(answer))
+            app.router.add_get(path, self._answering(answer))
         for path, answer in posts.items():
-            app.router.add_post(path, _answering(answer))
+            app.router.add_post(path, self._answering(answer))
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._text)
         return app
+
+    def _largest_body(self) -> int:
+        """Return the bytes of the longest text that fits the context, with 1 MiB for what is around it, or of images."""
+        text = (
+            12 * self._openai.dialects.longest_token * self._engine.context_length
+        )  # a character has up to 12 in JSON
+        return MAX_BODY if self._vision is not None else min(text + 1024**2, MAX_BODY)
+
+    def _answering(self, answer: Callable[[Any], Awaitable[Any]]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return _json(await answer(await self._body(request)))
+
+        return handle
+
+    async def _body(self, request: web.Request) -> Any:
+        content = await request.read()
+        self._openai.check_size(self._openai.dialects.least_tokens(content))
+        return read_json(content) if content.strip() else {}
 
     async def _generate(self, body: Any) -> Any:
         answer = await self._native(read_native(body))
@@ -130,7 +148,7 @@ class EmbeddedServer:
     async def _update_weights(self, body: Any) -> Any:
         given = object_of(body)
         path, version = given.get("model_path"), str(given.get("weight_version"))
-        if not isinstance(path, str) or not version.isdecimal():
+        if not isinstance(path, str) or not re.fullmatch("[0-9]{1,18}", version):
             raise RequestError(
                 f"model_path={path!r:.200} and weight_version={version!r:.100} are not accepted. Accepted: a directory and "
                 "a whole number."
@@ -186,11 +204,10 @@ class EmbeddedServer:
 
     async def _abort(self, body: Any) -> Any:
         given = object_of(body)
-        rid = given.get("rid") or ""
         if given.get("abort_all"):
             await self._engine.abort()
-        elif rid in self._under_way:
-            await self._engine.abort(rid)
+        elif given.get("rid") in list(self._under_way):  # whatever type it has
+            await self._engine.abort(given["rid"])
         return {"status": "ok"}
 
     async def _flush(self, body: Any) -> Any:
@@ -219,10 +236,10 @@ class EmbeddedServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat request of OpenAI's API, as a stream if it asks for one."""
-        return await self._sent(request, self._openai.chat(await _body(request)))
+        return await self._sent(request, await self._openai.chat(await self._body(request)))
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
-        return await self._sent(request, self._openai.text(await _body(request)))
+        return await self._sent(request, await self._openai.text(await self._body(request)))
 
     async def _sent(self, request: web.Request, job: Any) -> web.StreamResponse:
         if not job.stream:
@@ -245,6 +262,8 @@ class EmbeddedServer:
             return await handler(request)
         except RequestError as error:
             return _json(error.body(), error.status)
+        except RecursionError:
+            return _json(RequestError(TOO_DEEP).body(), 400)
         except (EngineError, MemoryError, RuntimeError) as error:
             status = 400 if isinstance(error, RefusedError) else 500
             return _json(RequestError(str(error), status=status).body(), status)
@@ -261,27 +280,12 @@ class EmbeddedServer:
         if (
             self._key
             and request.path != "/health"
-            and not hmac.compare_digest(given.encode(), self._key.encode())
+            and not hmac.compare_digest(given.encode(errors="replace"), self._key.encode())
         ):
             raise RequestError("The API key is missing or wrong.", status=401, code="invalid_api_key")
         # as forms of websites send
         if request.method == "POST" and request.content_type != "application/json":
             raise RequestError("Content-Type must be application/json.", status=415)
-
-
-def _answering(answer: Callable[[Any], Awaitable[Any]]) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        return _json(await answer(await _body(request)))
-
-    return handle
-
-
-async def _body(request: web.Request) -> Any:
-    content = await request.read()
-    try:
-        return json.loads(content) if content.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is not JSON: {error}"[:300]) from error
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
