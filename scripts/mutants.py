@@ -246,6 +246,8 @@ SERVERS = _of(
      "test_embedded.py::test_a_server_continues_while_a_chat_is_rendered"),
     ("chat_of_any_length", "embedded/openai.py", "self.check_size(asked.characters //", "self.check_size(0 //",
      "test_embedded.py::test_a_chat_is_bounded_before_it_is_rendered"),
+    ("numerics_of_the_trainer", "fleet/build.py", "client.autocast = vision, autocast", 'client.autocast = vision, ""',
+     "test_embedded.py::test_training_equals_that_of_the_engine_in_process"),
     ("generation_without_weights", "fleet/cohosted.py", 'self._demand("answer", DeviceState.READY)',
      'self._demand("answer", DeviceState.READY, DeviceState.EMPTY)',
      "test_cohost.py::test_nothing_is_generated_between_waking_and_loading"),

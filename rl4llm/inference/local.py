@@ -139,6 +139,10 @@ class LocalClient(BaseClient):
         self._check_awake()
         return self._engine.score(token_ids, images)
 
+    def compute_in(self, autocast: str) -> None:
+        """Sample as a trainer with this `autocast` computes, from the next `load` on."""
+        self._engine.autocast = AUTOCAST[autocast]
+
     async def load(self, weight_ref: WeightRef, keep_cache: bool = False) -> None:
         """Take new weights; with `keep_cache` requests under way continue with what the older ones cached for them."""
         if weight_ref.kind != "memory":

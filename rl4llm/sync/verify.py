@@ -219,8 +219,8 @@ class Canary:
             raise StaleWeightsError(
                 f"{engine} does not hold version {version}: its log-probs of the canary's tokens differ from "
                 f"the trainer's by {difference:.3g} nats on average, more than {tolerance:.3g}. Training stops; check how "
-                "the weights reach the engine. If it computes in a coarser dtype than the trainer, or is quantized, set "
-                "sync.tolerance to what that may cost."
+                "the weights reach the engine, and that it has the trainer's model.dtype and model.autocast. If it is "
+                "quantized, set sync.tolerance to what that may cost."
             )
         self._check_moved(engine, scored_BT, expected_BT, version)
         return difference

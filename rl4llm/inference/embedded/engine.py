@@ -56,7 +56,7 @@ class Engine:
         if max_rows < 1:
             raise EngineError(f"max_rows={max_rows} is not accepted. Accepted: 1 or above.")
         self._model, self._max_rows, self._path, self._share_from = model, max_rows, path, share_from
-        self._autocast = autocast
+        self.autocast = autocast
         self.context_length, self.context_reason = context_limit(model, context_length)
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.device = next(model.parameters()).device
@@ -102,12 +102,13 @@ class Engine:
         """
         self._flush()
         self.version = version
-        if keep_cache and self._decoder.serves(self._model):
+        serves = self._computed == self.autocast and self._decoder.serves(self._model)
+        if keep_cache and serves:
             self._keep_running()
         else:
             self.waiting[:0] = self.running
             self._forget()
-        if self._decoder.serves(self._model):
+        if serves:
             self._decoder.refresh()
         else:
             self._choose_path()
@@ -213,10 +214,10 @@ class Engine:
 
     def _choose_path(self) -> None:
         self._decoder, self._reason = choose_decoder(
-            self._model, self._path, self.context_length, self._autocast
+            self._model, self._path, self.context_length, self.autocast
         )
-        self._decoder.absent_A = self._absent_A
-        dtype = self._autocast or next(self._model.parameters()).dtype
+        self._decoder.absent_A, self._computed = self._absent_A, self.autocast
+        dtype = self.autocast or next(self._model.parameters()).dtype
         self._prefix_cache = KVCache(dtype, self.device)
         self._cache = self._decoder.cache(dtype, self.device, self._prefix_cache)
         self._prefixes = PrefixTable(self._prefix_cache)

@@ -55,6 +55,9 @@ class EmbeddedClient(SGLangClient):
             )
         return answer, adapter
 
+    def _numerics(self) -> Mapping[str, str]:
+        return {"autocast": self.autocast} if self.autocast else {}
+
     async def lacks_weights(self) -> bool:
         return False
 

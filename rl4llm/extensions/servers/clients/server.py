@@ -132,6 +132,7 @@ class ServerClient(BaseClient):
         self.absent = absent_tokens(tokenizer, vocab_size)
         self.names = RequestNames()
         self.vision: Vision | None = None  # what the model makes of images; set for runs with any
+        self.autocast = ""  # of the trainer's products, in a run
         self.weights_name = secrets.token_hex(8)  # of what the server holds, new after each load
         self.digest: str | None = None  # `checksum` after the last load
         self.together = Together()  # a fleet has one for all its clients

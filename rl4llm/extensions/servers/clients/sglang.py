@@ -167,7 +167,11 @@ class SGLangClient(AdaptingClient):
         await self._check_model(weight_ref.path)
         version = str(replace(await self._held(), version=str(weight_ref.version)))
         body = {"model_path": weight_ref.path, "weight_version": version, "flush_cache": not self.keep_cache}
-        await self.admin("/update_weights_from_disk", body)
+        await self.admin("/update_weights_from_disk", {**body, **self._numerics()})
+
+    def _numerics(self) -> Mapping[str, str]:
+        """Return the fields by which a server computes as the trainer does; SGLang has none."""
+        return {}
 
     async def _check_model(self, path: str | None) -> None:
         """Raise ConfigError for weights of another model than the server's, if this machine can read its files."""

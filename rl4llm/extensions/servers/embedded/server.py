@@ -22,6 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rl4llm.core.base_backend import AUTOCAST
 from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsError
 from rl4llm.core.images import ImagePlace, tower_of
 from rl4llm.core.registry import load
@@ -153,10 +154,15 @@ class EmbeddedServer:
                 f"model_path={path!r:.200} and weight_version={version!r:.100} are not accepted. Accepted: a directory and "
                 "a whole number."
             )
+        autocast = given.get("autocast")  # of the trainer, whose log-probs are compared with the engine's
+        if autocast not in (None, *AUTOCAST):
+            raise RequestError(
+                f"autocast={autocast!r:.100} is not accepted. Accepted: {', '.join(AUTOCAST)}."
+            )
         # A trainer that disconnects does not leave half of it undone.
-        return await asyncio.shield(asyncio.ensure_future(self._update(path, int(version))))
+        return await asyncio.shield(asyncio.ensure_future(self._update(path, int(version), autocast)))
 
-    async def _update(self, path: str, version: int) -> Any:
+    async def _update(self, path: str, version: int, autocast: str | None) -> Any:
         started = time.monotonic()
         async with self._weights:
             self._updating = True
@@ -164,6 +170,8 @@ class EmbeddedServer:
             try:
                 tensors = await asyncio.to_thread(read_weights, path, version, self._model)
                 reference = WeightRef(version, tensors=lambda: iter(tensors.items()))
+                if autocast is not None:
+                    self._engine.compute_in(autocast)
                 await self._engine.load(reference, self._keeps_cache)
             except (WeightsError, ModelError, OSError) as error:
                 held = version_text(await self._engine.version())

@@ -7,6 +7,7 @@ from typing import Any
 
 from rl4llm.compose.engines import server_urls
 from rl4llm.compose.models import vision_of
+from rl4llm.compose.setup import autocast_of
 from rl4llm.config import Config
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import with_options
@@ -35,12 +36,13 @@ def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> Flee
     vision = vision_of(config)
     if vision is not None and config.model.vision == "train" and engine.keeps_features:
         check_features_are_named(vision)
+    autocast = autocast_of(config)
     vocab_size = model.get_input_embeddings().num_embeddings
 
     def make(url: str) -> Any:
         fixed = {"vocab_size": vocab_size, "ends": end_tokens(model)}
         client = with_options("inference", engine, options, url, tokenizer, **fixed)
-        client.vision = vision
+        client.vision, client.autocast = vision, autocast
         return client
 
     fleet = CohostedFleet if cohost else FleetClient
