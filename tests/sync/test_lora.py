@@ -195,11 +195,6 @@ def test_an_adapter_damaged_on_disk_reaches_no_server(backend, tmp_path):
     assert asked == []
 
 
-def test_a_model_that_trains_whole_has_no_adapter_to_publish(model, tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank"):
-        LoraPublisher(None, WeightStore(tmp_path)).write(TorchBackend(load_model(model), lr=1e-3), 1)
-
-
 @pytest.mark.parametrize("path", ["fast", "graph", "model"])
 def test_the_embedded_engine_samples_from_the_adapted_weights(backend, tokenizer, path):
     client = LocalClient(backend.model, tokenizer, path=path)

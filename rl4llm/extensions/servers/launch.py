@@ -28,7 +28,7 @@ from types import TracebackType
 import psutil
 
 from rl4llm.commands.output import say
-from rl4llm.core.errors import ConfigError, EngineError
+from rl4llm.core.errors import EngineError
 from rl4llm.extensions.servers.server_command import SERVER_KINDS, boot_advice, server_command
 from rl4llm.runs.run_dir import PRIVATE
 from rl4llm.runtime.ports import check_free, describe, holder, url_of
@@ -234,10 +234,6 @@ def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
         say("Running on a CPU, for tests and small models only.")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
-    if own.restarts < 0:
-        raise ConfigError(
-            f"--restarts {own.restarts} is not accepted. Accepted: 0 for never, or the maximum number in a row."
-        )
     progress = BootProgress(own.engine)
     server = launch(
         own.engine,

@@ -139,7 +139,6 @@ def server_command(
         raise ConfigError(unknown("engine", engine, SERVER_KINDS))
     kind = SERVER_KINDS[engine]
     program = _program(kind.environment_of or engine, python)
-    _check_model(flags)
     host, port, flags = _address(kind, list(flags))
     kind.check(flags)
     flags += _key(kind, host, flags)
@@ -191,16 +190,6 @@ def _without_segments(environ: Mapping[str, str]) -> dict[str, str]:
         name: value.replace("expandable_segments:True", "expandable_segments:False")
         for name, value in found.items()
     }
-
-
-def _check_model(flags: Sequence[str]) -> None:
-    """Refuse a path that does not exist, which the server would take for a name on the hub."""
-    words = [_taken_out(name, flags)[0] for name in ("--model-path", "--model")]
-    for word in (*words, *flags[:1]):
-        if word and word.startswith(("/", "./", "../", "~")) and not Path(word).expanduser().is_dir():
-            raise ConfigError(
-                f"The model {word} is not a directory on this machine. Next: check the path, or use a hub name."
-            )
 
 
 def _program(engine: str, python: str | None) -> str:

@@ -305,7 +305,7 @@ BAD = {
     "a temperature near 0": ({"sampling_params": {"temperature": 1e-300}}, "0 (greedy), or 1e-6 to 1e6"),
     "stop strings": ({"sampling_params": {"stop": ["a"] * 65}}, "a list of at most 64 strings"),
     "values": ({"images": [0] * 7000}, "at least 538 tokens, but the context length is 512"),
-    "a stream": ({"stream": True}, "/v1/completions stream"),
+    "a stream": ({"stream": True}, "the field='stream' is unknown"),
 }
 
 
@@ -598,7 +598,6 @@ def test_unknown_options_are_refused_before_the_start(model_dir):
         ),
         "was given no model": ("model.dtype=bfloat16",),
         "was given the models a, b": ("a", "b"),
-        "is not a directory on this machine": ("/nowhere",),
         "without a key is not accepted": (model_dir, "--host", "0.0.0.0"),
     }
     for message, flags in wrong.items():

@@ -60,18 +60,13 @@ class SGLangClient(AdaptingClient):
 
     def __init__(
         self,
-        base_url: str = "",
-        tokenizer: Any = None,
+        base_url: str,
+        tokenizer: Any,
         *,
         trainer_host: str = "127.0.0.1",
         keep_cache: bool = False,
         **options: Any,
     ):
-        if not base_url or tokenizer is None:
-            raise ConfigError(
-                "SGLangClient needs an address and a tokenizer: SGLangClient('http://HOST:PORT', tokenizer). A run sets "
-                "inference.url and inference.cohost for the host, port and cohost_mode of michaelnny/rl4llm."
-            )
         super().__init__(base_url, tokenizer, **options)
         self.trainer_host, self.keep_cache = trainer_host, keep_cache
         self._shares_gpu = False

@@ -12,14 +12,14 @@ from rl4llm.core.types import Completion, SamplingParams
 from rl4llm.envs.wire import RequestError, stops_of
 
 FIELDS = (
-    "rid", "input_ids", "images", "sampling_params", "return_logprob", "logprob_start_len", "stream",
+    "rid", "input_ids", "images", "sampling_params", "return_logprob", "logprob_start_len",
     "extra_key",  # names a part of a prefix cache; here no cache outlives its request
 )  # fmt: skip
 ADDED = {
     "model": None, "return_text_in_logprobs": False, "log_metrics": True, "return_hidden_states": False,
-    "background": False, "no_logs": False, "return_bytes": False, "return_entropy": False,
+    "background": False, "stream": False, "no_logs": False, "return_bytes": False, "return_entropy": False,
 }  # fmt: skip
-"""What SGLang's router adds to requests, which asks for nothing."""
+"""What clients and SGLang's router add to requests, which asks for nothing."""
 SAMPLED = {
     "max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "stop": "stop",
     "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "sampling_seed": "seed",
@@ -52,11 +52,6 @@ def read_native(body: Any) -> NativeRequest:
     for name, value in object_of(body).items():
         if name not in FIELDS and (name not in ADDED or value is not ADDED[name]):
             raise RequestError(unknown("/generate: the field", name, FIELDS), param=name)
-    if body.get("stream"):
-        raise RequestError(
-            "stream=true is not accepted by /generate; /v1/chat/completions and /v1/completions stream.",
-            param="stream",
-        )
     given = body.get("sampling_params", {})
     if not isinstance(given, dict):
         raise RequestError(f"sampling_params={given!r:.100} is not an object.", param="sampling_params")

@@ -11,7 +11,7 @@ from typing import Any
 from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BasePublisher, TakesWeights
-from rl4llm.core.errors import ConfigError, EngineError, EnginesDownError, WeightsError
+from rl4llm.core.errors import EngineError, EnginesDownError, WeightsError
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.runs.run_dir import is_full
@@ -91,10 +91,7 @@ class LoraPublisher(FilesystemPublisher):
 
     def _write(self, backend: BaseBackend, version: int) -> WeightRef:
         adapter = backend.adapter
-        if adapter is None:
-            raise ConfigError(
-                "sync.name=lora needs an adapter. Set model.lora.rank, e.g. to 16, or remove sync.name."
-            )
+        assert adapter is not None  # sync.name=lora needs model.lora.rank
         return self._store.write(
             version, adapter.specs(), adapter.weights(), adapter.write_config, kind="lora"
         )
