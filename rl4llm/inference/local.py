@@ -18,7 +18,7 @@ from rl4llm.inference.embedded.engine import LOOKAHEAD, SHARE_FROM, Engine, Fini
 from rl4llm.inference.embedded.kv_cache import LENGTH_STEP, KVCache, padded_rows
 from rl4llm.inference.embedded.llama_decode import FAMILY
 from rl4llm.inference.embedded.rows import PREFILL_TOKENS, Request
-from rl4llm.inference.paths import Path
+from rl4llm.inference.paths import Path, choose_decoder
 
 MAX_ROWS = 256  # that decode at once
 TURNS = 4  # of the event loop between two steps, as many as a server takes from the bytes of a request to its answer
@@ -69,7 +69,7 @@ class LocalClient(BaseClient):
     ):
         dtype = AUTOCAST[autocast]
         self._engine = Engine(model, tokenizer, max_rows, context_length, path, share_from, dtype)
-        self._model = model
+        self._model, self._path = model, path
         self.context_length = self._engine.context_length
         self.vocab_size = self._engine.vocab_size
         self._deterministic = deterministic
@@ -139,9 +139,13 @@ class LocalClient(BaseClient):
         self._check_awake()
         return self._engine.score(token_ids, images)
 
-    def compute_in(self, autocast: str) -> None:
-        """Sample as a trainer with this `autocast` computes, from the next `load` on."""
-        self._engine.autocast = AUTOCAST[autocast]
+    async def compute_in(self, autocast: str) -> None:
+        """Sample as a trainer with this `autocast` computes, from the next `load` on; call it while the engine is paused."""
+        engine, dtype = self._engine, AUTOCAST[autocast]
+        if dtype != engine.autocast:
+            model = self._model, self._path, self.context_length
+            engine.prepared = await asyncio.to_thread(choose_decoder, *model, dtype)
+            engine.autocast = dtype
 
     async def load(self, weight_ref: WeightRef, keep_cache: bool = False) -> None:
         """Take new weights; with `keep_cache` requests under way continue with what the older ones cached for them."""

@@ -30,7 +30,7 @@ from rl4llm.inference.embedded.stops import (
     end_tokens,
     text_of,
 )
-from rl4llm.inference.paths import Path, choose_decoder, context_limit
+from rl4llm.inference.paths import Choice, Path, choose_decoder, context_limit
 
 SHARE_FROM = 2048  # cached tokens that reading prompts in place must save to be worth its extra operations
 LOOKAHEAD = 128  # tokens by which the cache grows at once
@@ -57,6 +57,7 @@ class Engine:
             raise EngineError(f"max_rows={max_rows} is not accepted. Accepted: 1 or above.")
         self._model, self._max_rows, self._path, self._share_from = model, max_rows, path, share_from
         self.autocast = autocast
+        self.prepared: Choice | None = None  # how to compute with the next weights
         self.context_length, self.context_reason = context_limit(model, context_length)
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.device = next(model.parameters()).device
@@ -102,7 +103,7 @@ class Engine:
         """
         self._flush()
         self.version = version
-        serves = self._computed == self.autocast and self._decoder.serves(self._model)
+        serves = self.prepared is None and self._decoder.serves(self._model)
         if keep_cache and serves:
             self._keep_running()
         else:
@@ -213,10 +214,10 @@ class Engine:
         return logprobs_TV.gather(-1, tokens_T[1:, None])[:, 0].tolist()
 
     def _choose_path(self) -> None:
-        self._decoder, self._reason = choose_decoder(
-            self._model, self._path, self.context_length, self.autocast
-        )
-        self._decoder.absent_A, self._computed = self._absent_A, self.autocast
+        choice = self.prepared or choose_decoder(self._model, self._path, self.context_length, self.autocast)
+        (self._decoder, self._reason), self.prepared = choice, None
+        self._decoder.refresh()  # the weights may be newer than what was prepared
+        self._decoder.absent_A = self._absent_A
         dtype = self.autocast or next(self._model.parameters()).dtype
         self._prefix_cache = KVCache(dtype, self.device)
         self._cache = self._decoder.cache(dtype, self.device, self._prefix_cache)

@@ -171,7 +171,7 @@ class EmbeddedServer:
                 tensors = await asyncio.to_thread(read_weights, path, version, self._model)
                 reference = WeightRef(version, tensors=lambda: iter(tensors.items()))
                 if autocast is not None:
-                    self._engine.compute_in(autocast)
+                    await self._engine.compute_in(autocast)
                 await self._engine.load(reference, self._keeps_cache)
             except (WeightsError, ModelError, OSError) as error:
                 held = version_text(await self._engine.version())
