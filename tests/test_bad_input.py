@@ -47,7 +47,6 @@ wrong path      | recipe quickstart --dir small.yaml                      | smal
 wrong path      | import nowhere.yaml                              | The file nowhere.yaml does not exist
 another version | import damaged.yaml                              | damaged.yaml cannot be read
 not accepted    | check small.yaml --prompts 4                     | --prompts is not accepted without --task
-wrong path      | serve --model-path ./nowhere --python {python}   | nowhere
 wrong path      | serve env --env nowhere --port 0                 | 'nowhere' is unknown
 broken run      | train small.yaml output.dir=broken               | run.json is damaged
 broken run      | eval small.yaml output.dir=broken                | No checkpoint in broken/checkpoints can be used

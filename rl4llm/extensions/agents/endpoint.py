@@ -142,7 +142,7 @@ class AgentEndpoint:
 
 async def _body(request: web.Request, session: AgentSession) -> Any:
     content = await request.read()
-    session.check_content(content)
+    session.check_size(session.dialects.least_tokens(content))
     return read_json(content)
 
 

@@ -46,7 +46,7 @@ class AgentSession:
         self.overridden: set[str] = set()
         self.kept: dict[str, tuple[ChatMessage, ...]] = {}
         self._pictures: dict[Image, Picture] = {}
-        self._llm, self._dialects, self._max_requests = llm, dialects, max_requests
+        self._llm, self.dialects, self._max_requests = llm, dialects, max_requests
         self._draws: Counter[str] = Counter()
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -130,10 +130,6 @@ class AgentSession:
                 f"This episode is over and accepts no more requests{why}.", status=410, code="episode_over"
             )
 
-    def check_content(self, content: bytes) -> None:
-        """Refuse JSON that cannot fit the context, before it is parsed."""
-        self.check_size(self._dialects.least_tokens(content))
-
     def check_size(self, count: int) -> None:
         """Refuse more messages or tools than tokens fit the context, before anything is built of them."""
         if count > self._llm.context_length:
@@ -147,13 +143,13 @@ class AgentSession:
             self._refuse(
                 "max_steps", f"All {self._max_requests} requests of this episode are used up (env.max_steps)."
             )
-        most = self._dialects.longest_token * self._llm.context_length
+        most = self.dialects.longest_token * self._llm.context_length
         if asked.characters > most:
             self._refuse(
                 "context", "The messages are longer than any conversation that fits the policy's context."
             )
         try:
-            dialect = self._dialects.of(asked.tools)
+            dialect = self.dialects.of(asked.tools)
             messages = tuple(map(self._as_seen, asked.messages))
             return dialect, self.history.place(dialect.tools, messages, dialect.renderer)
         except (TemplateError, DataError, ConfigError) as error:
@@ -166,7 +162,7 @@ class AgentSession:
         """
         if not message.parts:
             return message
-        if (vision := self._dialects.vision) is None:
+        if (vision := self.dialects.vision) is None:
             raise DataError(f"the messages have images, {UNSEEN}")
         parts = (
             part if isinstance(part, str) else self._pictures.setdefault(vision.see(part), part)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import os
 import re
 import secrets
 import socket
@@ -242,15 +241,9 @@ def _indexed(request: web.Request) -> ViewedRun:
 def _listen(ports: Sequence[int]) -> socket.socket:
     problem: Exception | None = None
     for port in ports:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            if os.name == "posix":
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", port))
-            listener.listen()
-            return listener
+            return socket.create_server(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
-            listener.close()
             problem = error
     given = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
     why = str(problem).rstrip(".")

@@ -57,10 +57,12 @@ def read_native(body: Any) -> NativeRequest:
         raise RequestError(f"sampling_params={given!r:.100} is not an object.", param="sampling_params")
     for name, value in given.items():
         if name not in SAMPLED and (name not in NEUTRAL or value != NEUTRAL[name]):
-            accepted = f" Accepted: {NEUTRAL[name]}." if name in NEUTRAL else ""
-            message = f"sampling_params.{name}={value!r:.100} is not accepted.{accepted}"
-            known = "" if name in NEUTRAL else f" {unknown('It', name, (*SAMPLED, *NEUTRAL))}"
-            raise RequestError(message + known, param=name)
+            if name not in NEUTRAL:
+                raise RequestError(
+                    unknown("sampling_params: the field", name, (*SAMPLED, *NEUTRAL)), param=name
+                )
+            accepted = f"{name}={value!r:.100} is not accepted. Accepted: {NEUTRAL[name]}."
+            raise RequestError(f"sampling_params.{accepted}", param=name)
     params = sampling_params({own: given[name] for name, own in SAMPLED.items() if name in given})
     rid = body.get("rid")
     return NativeRequest(

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl4llm.core.errors import ConfigError, DataError, TemplateError
+from rl4llm.core.errors import ConfigError, DataError, TemplateError, unknown
 from rl4llm.core.types import Completion, SamplingParams, TokenSpan
 from rl4llm.envs.chat_completions import answer_body, chunk_of, chunks, read_request
 from rl4llm.envs.dialects import Dialect, Dialects
@@ -104,10 +104,7 @@ class OpenAIEndpoints:
         """Check a request for a continuation. Raises RequestError."""
         given = self._given(body)
         if strange := sorted(given.keys() - set(PLAIN)):
-            raise RequestError(
-                f"{strange[0]} is not accepted by /v1/completions. Accepted: {', '.join(PLAIN)}.",
-                param=strange[0],
-            )
+            raise RequestError(unknown("/v1/completions: the field", strange[0], PLAIN), param=strange[0])
         prompt = given.get("prompt")
         params = sampling_params({name: given[name] for name in ENDED if name in given})
         if isinstance(prompt, str):

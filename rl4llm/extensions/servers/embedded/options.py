@@ -30,22 +30,15 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--api-key", default="")
-    found, others = parser.parse_known_args(words)
-    if flags := [word for word in others if word.startswith("-")]:
-        raise ConfigError(
-            f"{flags[0]} is not an option of the embedded engine. Accepted: MODEL, --host, --port, --api-key, and "
-            f"KEY=VALUE with one of the keys {', '.join(KEYS)}."
-        )
-    models = [word for word in others if "=" not in word]
-    found.overrides = [word for word in others if "=" in word]
+    parser.add_argument("words", nargs="*")
+    found = parser.parse_intermixed_args(words)
+    models = [word for word in found.words if "=" not in word]
+    found.overrides = [word for word in found.words if "=" in word]
     for key in (word.partition("=")[0] for word in found.overrides):
         if key not in KEYS:
             raise ConfigError(unknown("rl4llm serve --engine embedded: the key", key, KEYS))
     if len(models) != 1:
-        given = f"the models {', '.join(models)}" if models else "no model"
-        raise ConfigError(
-            f"rl4llm serve --engine embedded was given {given}. Accepted: one model directory, run or name on the hub."
-        )
+        parser.error(f"one model is required, not {len(models)}: a directory, a run or a name on the hub")
     found.model = models[0]
     found.overrides = [f"model.path={found.model}", *found.overrides]
     return found
