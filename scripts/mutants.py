@@ -230,7 +230,7 @@ SYNC = _of(
 RUNTIME = _of(
     "runtime",
     "tests/extensions",
-    ("host_of_a_website", "rebinding.py", "if not _is_address(host):", "if False:",
+    ("host_of_a_website", "rebinding.py", "        raise web.HTTPForbidden(", "        web.HTTPForbidden(",
      "servers/test_embedded.py::test_websites_cannot_send_requests"),
 )  # fmt: skip
 SERVERS = _of(
@@ -246,7 +246,7 @@ SERVERS = _of(
      "test_embedded.py::test_a_server_continues_while_a_chat_is_rendered"),
     ("chat_of_any_length", "embedded/openai.py", "self.check_size(asked.characters //", "self.check_size(0 //",
      "test_embedded.py::test_a_chat_is_bounded_before_it_is_rendered"),
-    ("numerics_of_the_trainer", "fleet/build.py", "client.autocast = vision, autocast", 'client.autocast = vision, ""',
+    ("numerics_of_the_trainer", "fleet/build.py", "= vision, autocast_of(config)", '= vision, ""',
      "test_embedded.py::test_training_equals_that_of_the_engine_in_process"),
     ("generation_without_weights", "fleet/cohosted.py", 'self._demand("answer", DeviceState.READY)',
      'self._demand("answer", DeviceState.READY, DeviceState.EMPTY)',

@@ -140,14 +140,10 @@ class AgentEndpoint:
         return self._sessions[named]
 
 
-async def _body(request: web.Request, session: AgentSession) -> Any:
+async def _answered(request: web.Request, session: AgentSession) -> tuple[Asked, Answer, Entry]:
     content = await request.read()
     session.check_size(session.dialects.least_tokens(content))
-    return read_json(content)
-
-
-async def _answered(request: web.Request, session: AgentSession) -> tuple[Asked, Answer, Entry]:
-    body = await _body(request, session)
+    body = read_json(content)
     try:
         for name in ("messages", "input", "tools") if isinstance(body, dict) else ():
             session.check_size(len(body[name]) if isinstance(body.get(name), list) else 0)

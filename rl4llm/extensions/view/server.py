@@ -246,7 +246,6 @@ def _listen(ports: Sequence[int]) -> socket.socket:
         except (OSError, OverflowError) as error:
             problem = error
     given = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
-    why = str(problem).rstrip(".")
     raise ViewError(
-        f"--port {given} cannot be used: {why}. Next: use another port, or --port 0 for any free one."
+        f"--port {given} cannot be used: {problem}. Next: use another port, or 0 for any free one."
     )

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
-from rl4llm.backends.models import load_model, load_tokenizer
+from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError
@@ -151,18 +151,15 @@ def train(model_dir, directory, inference, steps=3, **keys):
     return {name: tensor.clone() for name, tensor in done.trainer.backend.weights()}
 
 
-def test_training_equals_that_of_the_engine_in_process(play, one_by_one, model_dir, tmp_path):
+def test_training_equals_that_of_the_engine_in_process(play, one_by_one, model_dir, tokenizer, tmp_path):
     async def in_bfloat16(client):
         client.autocast = "bfloat16"
         await client.load(WeightRef(3, "full", str(model_dir)))
         return await client.score(PROMPT)
 
-    rounded = LocalClient(load_model(model_dir), load_tokenizer(str(model_dir)), autocast="bfloat16")
-    scores = play(in_bfloat16, one_by_one, api_key=KEY)
-    assert scores == asyncio.run(rounded.score(PROMPT))
-    assert scores != asyncio.run(
-        LocalClient(load_model(model_dir), load_tokenizer(str(model_dir))).score(PROMPT)
-    )
+    engines = (LocalClient(load_model(model_dir), tokenizer, autocast=name) for name in ("bfloat16", "none"))
+    rounded, exact = (asyncio.run(engine.score(PROMPT)) for engine in engines)
+    assert exact != rounded == play(in_bfloat16, one_by_one, api_key=KEY)
     # and the trainer's numerics are those of its next version
     own = train(model_dir, tmp_path / "own", {"name": "local", "max_rows": 1})
     served = train(model_dir, tmp_path / "served", {"name": "embedded", "url": one_by_one, "api_key": KEY})

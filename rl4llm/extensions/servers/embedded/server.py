@@ -284,12 +284,9 @@ class EmbeddedServer:
             return _json(refused.body(), error.status)
 
     def _check_key(self, request: web.Request) -> None:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if (
-            self._key
-            and request.path != "/health"
-            and not hmac.compare_digest(given.encode(errors="replace"), self._key.encode())
-        ):
+        header = request.headers.get("Authorization", "").encode(errors="replace")
+        same = hmac.compare_digest(header.removeprefix(b"Bearer ").strip(), self._key.encode())
+        if self._key and request.path != "/health" and not same:
             raise RequestError("The API key is missing or wrong.", status=401, code="invalid_api_key")
         # as forms of websites send
         if request.method == "POST" and request.content_type != "application/json":

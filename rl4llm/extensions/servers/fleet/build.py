@@ -36,13 +36,12 @@ def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> Flee
     vision = vision_of(config)
     if vision is not None and config.model.vision == "train" and engine.keeps_features:
         check_features_are_named(vision)
-    autocast = autocast_of(config)
     vocab_size = model.get_input_embeddings().num_embeddings
 
     def make(url: str) -> Any:
         fixed = {"vocab_size": vocab_size, "ends": end_tokens(model)}
         client = with_options("inference", engine, options, url, tokenizer, **fixed)
-        client.vision, client.autocast = vision, autocast
+        client.vision, client.autocast = vision, autocast_of(config)
         return client
 
     fleet = CohostedFleet if cohost else FleetClient
