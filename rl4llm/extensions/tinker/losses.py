@@ -93,16 +93,10 @@ LOSSES = {
     "gspo": Loss(POLICY, CLIPS, _gspo, may_have=(MASK,)),
     "dro": Loss(POLICY, {"beta": 0.05}, _dro),
 }
-UNPUBLISHED = "stable_reinforce"
 
 
 def loss_of(name: str, options: Mapping[str, float | str]) -> tuple[Loss, dict[str, float]]:
     """Return a loss by its name, and its options; raise ConfigError for what it does not have."""
-    if name == UNPUBLISHED:
-        raise ConfigError(
-            "loss_fn='stable_reinforce' is not available: its formula is not published. Next: set "
-            f"loss_fn=importance_sampling. Accepted: {', '.join(LOSSES)}."
-        )
     if name not in LOSSES:
         raise ConfigError(unknown("loss_fn", name, LOSSES))
     loss, numbers = LOSSES[name], {}
@@ -129,12 +123,10 @@ def check_data(name: str, loss: Loss, data: Sequence[Datum], vocabulary: int, lo
             raise ConfigError(f"{where} {what} in loss_fn_inputs. Accepted: {accepted}.")
         shape, length = given[TARGETS].shape, len(datum.tokens)
         wrong = [key for key, tensor in given.items() if tensor.shape != shape]
-        if wrong or not length or shape[:1] != (length,) or len(shape) > (1 if loss.surrogate else 2):
-            key = wrong[0] if wrong else TARGETS
+        if wrong or not length or (loss.surrogate and len(shape) > 1):
             raise ConfigError(
-                f"{where}: {key} has the shape {list(given[key].shape)} beside {length} input tokens and {TARGETS} of "
-                f"{list(shape)}. Accepted: one number for each token"
-                f"{'' if loss.surrogate else ', or K of them'}."
+                f"{where}: {(wrong or [TARGETS])[0]} does not have the form of {length} tokens and {list(shape)} {TARGETS}. "
+                f"Accepted: one number for each token{'' if loss.surrogate else ', or K of them'}."
             )
         if length > longest:
             raise ConfigError(

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from google.protobuf import descriptor_pb2, message_factory
@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from rl4llm.core.errors import DataError
-from rl4llm.core.schema import check_fields
 from rl4llm.core.types import Completion
+from rl4llm.extensions.tinker.requests import MOST_DATA, MOST_TARGETS
 
 COMPILED = Path(__file__).with_name("messages.binpb")
 MESSAGES: dict[str, Any] = message_factory.GetMessages(
@@ -26,7 +26,6 @@ MESSAGES: dict[str, Any] = message_factory.GetMessages(
 )
 DTYPES = {1: torch.float32, 2: torch.int64, 3: torch.int32, 4: torch.bfloat16}
 STOPPED, TOO_LONG = 0, 1
-Part = TypeVar("Part")
 NOTHING, NO_LOGPROB = 0, -99999.0  # what stands for no token in a matrix of the likeliest ones
 
 
@@ -50,16 +49,6 @@ class ForwardBackward:
     forward_only: bool
 
 
-def read(kind: type[Part], given: Mapping[str, Any], where: str, **more: Any) -> Part:
-    """Return a dataclass with the fields of a JSON object, null ones at their defaults; raise ConfigError, which names a
-    field as `where` has it, for a value that is not accepted.
-    """
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # no type says that it is a dataclass
-    part = kind(**more, **{name: given[name] for name in names if given.get(name) is not None})
-    check_fields(part, where)
-    return part
-
-
 def message(name: str, **fields: Any) -> Any:
     """Return a message of `messages.proto`."""
     return MESSAGES[f"rl4llm.tinker.v1.{name}"](**fields)
@@ -77,6 +66,8 @@ def parse(data: bytes) -> Any:
 
 def read_forward_backward(request: Any) -> ForwardBackward:
     """Return what a request asks for; raise DataError for what no language model can train on."""
+    if len(request.data) > MOST_DATA:
+        raise DataError(f"The request has {len(request.data):,} data. Accepted: at most {MOST_DATA:,}.")
     options: dict[str, float | str] = dict(request.numbers)
     options |= {
         name: getattr(value, value.WhichOneof("value") or "number") for name, value in request.options.items()
@@ -92,26 +83,40 @@ def read_forward_backward(request: Any) -> ForwardBackward:
 def _datum(datum: Any) -> Datum:
     if not all(chunk.HasField("text") for chunk in datum.chunks):
         raise DataError("A model input has an image or sound. This server's models read text alone.")
-    tokens = b"".join(chunk.text.tokens for chunk in datum.chunks)
-    inputs = {name: tensor_of(tensor) for name, tensor in datum.inputs.items()}
-    return Datum(_buffer(tokens, torch.int32).long(), inputs)
+    tokens = _buffer(b"".join(chunk.text.tokens for chunk in datum.chunks), torch.int32).long()
+    return Datum(
+        tokens, {name: tensor_of(name, tensor, len(tokens)) for name, tensor in datum.inputs.items()}
+    )
 
 
-def tensor_of(tensor: Any) -> Tensor:
-    """Return the tensor of a Tensor message, whose sparse form has 0 wherever nothing is listed."""
-    dtype, shape = DTYPES.get(tensor.dtype), tuple(tensor.shape)
+def tensor_of(name: str, tensor: Any, places: int) -> Tensor:
+    """Return the tensor of a Tensor message, with one number or up to `MOST_TARGETS` for each place.
+
+    The sparse form has 0 wherever nothing is listed. Raises DataError unless all numbers fit the shape.
+    """
+    dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise DataError(f"A tensor has the unknown dtype {tensor.dtype}. Known: {sorted(DTYPES)}.")
-    if not tensor.HasField("sparse"):
-        flat = _buffer(tensor.dense, dtype)
-        return flat.reshape(shape) if shape else flat
-    sparse = tensor.sparse
-    rows = torch.arange(shape[0]).repeat_interleave(_buffer(sparse.rows, torch.int64).diff())
-    places = rows, _buffer(sparse.columns, torch.int64)
-    return torch.zeros(shape, dtype=dtype).index_put(places, _buffer(sparse.values, dtype))
+    sparse, compressed = tensor.sparse, tensor.HasField("sparse")
+    numbers = _buffer(sparse.values if compressed else tensor.dense, dtype)
+    shape = tuple(tensor.shape) or (len(numbers),)
+    try:
+        if shape[0] != places or len(shape) > 2 or not all(1 <= size <= MOST_TARGETS for size in shape[1:]):
+            raise ValueError
+        if not compressed:
+            return numbers.reshape(shape)
+        ends, columns = _buffer(sparse.rows, torch.int64), _buffer(sparse.columns, torch.int64)
+        return torch.sparse_csr_tensor(ends, columns, numbers, shape, check_invariants=True).to_dense()
+    except (ValueError, RuntimeError):
+        raise DataError(
+            f"{name} has the shape {list(shape)} and {len(numbers)} numbers beside {places} input tokens. Accepted: one "
+            f"number for each token, or 1 to {MOST_TARGETS} of them, dense or as compressed sparse rows."
+        ) from None
 
 
 def _buffer(data: bytes, dtype: torch.dtype) -> Tensor:
+    if len(data) % dtype.itemsize:
+        raise DataError(f"A tensor has {len(data)} bytes, which are no whole numbers of {dtype}.")
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.zeros(0, dtype=dtype)
 
 

@@ -28,7 +28,8 @@ from rl4llm.core.errors import CheckpointError, ConfigError, EngineError, unknow
 from rl4llm.core.schema import Beta, Natural, NonNegative
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.tinker.losses import TARGETS, batch_of, check_data, loss_of, total
-from rl4llm.extensions.tinker.messages import Datum, ForwardBackward, read
+from rl4llm.extensions.tinker.messages import Datum, ForwardBackward
+from rl4llm.extensions.tinker.requests import call
 from rl4llm.inference.local import LocalClient
 from rl4llm.inference.paths import context_limit
 
@@ -143,15 +144,17 @@ class Trained:
             return selected_logprobs(states_MD, runner.output_layer(), targets_M)[0]
         return logprobs_of_logits(states_MD, targets_M)[0]
 
-    def optim_step(self, given: Mapping[str, Any]) -> dict[str, float]:
+    def optim_step(self, given: dict[str, Any]) -> dict[str, float]:
         """Take a step of AdamW with the parameters of a request; return the metrics.
 
         Raises ConfigError for other parameters, and EngineError if the gradient is not finite: then the weights stay.
         """
+        if (kind := given.get("type", "adamw")) not in ("adamw", "adam"):
+            raise ConfigError(f"The optimizer {kind!r:.80} is not available. Accepted: adamw.")
         accepted = [field.name for field in fields(AdamParams)]
         if other := sorted(given.keys() - {*accepted, "type"}):
             raise ConfigError(unknown("adam_params", other[0], accepted))
-        self.backend.optimizer.use(read(AdamParams, given, "adam_params").options())
+        self.backend.optimizer.use(call(AdamParams, given, "adam_params").options())
         metrics = self.backend.optim_step()
         if "skipped" in metrics:
             raise EngineError(

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.schema import Count, NonNegative, Share
+from rl4llm.core.schema import Count, Natural, NonNegative, Share
 from rl4llm.core.types import Completion, SamplingParams
-from rl4llm.extensions.tinker.messages import NO_LOGPROB, NOTHING, PromptScores, encode_samples, read
+from rl4llm.extensions.tinker.messages import NO_LOGPROB, NOTHING, PromptScores, encode_samples
 from rl4llm.extensions.tinker.models import ModelSampler, after_first, likeliest
+from rl4llm.extensions.tinker.requests import Likely, Samples, call
 from rl4llm.runtime.seeds import derive_seed
 
 REFUSED = {
@@ -38,41 +39,48 @@ class GivenParams:
     seed: int | None = None
 
 
-async def drawn(sampler_of: Callable[[], ModelSampler], body: Mapping[str, Any]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """What an `asample` request asks for, with the SDK's names and defaults."""
+
+    prompt: dict[str, Any]
+    num_samples: Samples = 1
+    sampling_params: dict[str, Any] = field(default_factory=dict)
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: Natural | None = None
+    topk_prompt_logprobs: Likely = 0
+    topk_sample_logprobs: Likely = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool = False
+
+
+async def drawn(sampler_of: Callable[[], ModelSampler], asked: SampleRequest) -> bytes:
     """Return the encoded answer of an `asample` request."""
     for key, what in REFUSED.items():
-        if body.get(key):
-            raise ConfigError(f"{key}={body[key]} is not available: {what}.")
-    tokens = _tokens(body["prompt"])
-    count, given = count_of(body), body.get("sampling_params") or {}
+        if value := getattr(asked, key):
+            raise ConfigError(f"{key}={value} is not available: {what}.")
+    tokens, count = _tokens(asked.prompt), asked.num_samples
     sampler = sampler_of()
     room = sampler.client.context_length - len(tokens)
-    params = params_of(given, room)
-    _check_prompt(tokens, sampler, scored=bool(body.get("prompt_logprobs")) and params.max_tokens == 1)
-    _check_counts(body, len(tokens), sampler.client.vocab_size)
+    params = params_of(asked.sampling_params, room)
+    _check_prompt(tokens, sampler, scored=asked.prompt_logprobs and params.max_tokens == 1)
+    if (last := asked.prompt_logprobs_last_n) is not None and not 1 <= last <= len(tokens):
+        raise ConfigError(f"prompt_logprobs_last_n={last} is not accepted. Accepted: 1 to {len(tokens)}.")
     sampler.running += 1
     try:
         seeds = [derive_seed(params.seed, "sample", number) for number in range(count)]
         drawing = (sampler.client.generate(tokens, params.replace(seed=seed)) for seed in seeds)
         completions = await asyncio.gather(*drawing) if room else [NO_ROOM] * count
-        prompt = _scores(sampler, tokens, body)
-        top = body.get("topk_sample_logprobs") or 0
+        prompt = _scores(sampler, tokens, asked)
         likely: list[tuple[Tensor, Tensor] | None] = [None] * count
-        if top:
-            sequences = [[*tokens, *one.token_ids] for one in completions]
-            places = [sampler.distributions(ids, params.temperature)[len(tokens) - 1 :] for ids in sequences]
-            likely = [likeliest(rows, top) for rows in places]
+        if top := asked.topk_sample_logprobs:
+            for number, one in enumerate(completions):
+                rows = sampler.distributions([*tokens, *one.token_ids], params.temperature)
+                likely[number] = likeliest(rows[len(tokens) - 1 :], top)
         return encode_samples(completions, likely, prompt)
     finally:
         sampler.running -= 1
-
-
-def count_of(body: Mapping[str, Any]) -> int:
-    """Return how many samples a request asks for; raise ConfigError for anything but 1 or more."""
-    count = 1 if body.get("num_samples") is None else body["num_samples"]
-    if not (isinstance(count, int) and count > 0):
-        raise ConfigError(f"num_samples={count!r} is not accepted. Accepted: 1 or above.")
-    return count
 
 
 def _check_prompt(tokens: list[int], sampler: ModelSampler, *, scored: bool) -> None:
@@ -83,21 +91,17 @@ def _check_prompt(tokens: list[int], sampler: ModelSampler, *, scored: bool) -> 
             f"The prompt has {len(tokens)} tokens. Accepted: 1 to {most}. The context of "
             f"{sampler.client.context_length} tokens holds the completion too; compute_logprobs needs no room for one."
         )
-    if wrong := [token for token in tokens if not (isinstance(token, int) and 0 <= token < vocabulary)]:
-        raise ConfigError(f"The prompt has the token id {wrong[0]!r}. Accepted: 0 to {vocabulary - 1}.")
+    if wrong := [token for token in tokens if not _is_token(token, vocabulary)]:
+        raise ConfigError(f"The prompt has the token id {wrong[0]!r:.80}. Accepted: 0 to {vocabulary - 1}.")
 
 
-def _check_counts(body: Mapping[str, Any], length: int, vocabulary: int) -> None:
-    ranges = {"topk_prompt_logprobs": (0, vocabulary), "topk_sample_logprobs": (0, vocabulary)}
-    for key, (least, most) in {**ranges, "prompt_logprobs_last_n": (1, max(length, 1))}.items():
-        given = body.get(key)
-        if given is not None and not (isinstance(given, int) and least <= given <= most):
-            raise ConfigError(f"{key}={given!r} is not accepted. Accepted: {least} to {most}.")
+def _is_token(token: Any, vocabulary: int, least: int = 0) -> bool:
+    return type(token) is int and least <= token < vocabulary
 
 
-def params_of(given: Mapping[str, Any], room: int) -> SamplingParams:
+def params_of(given: dict[str, Any], room: int) -> SamplingParams:
     """Return the parameters of a request; without `max_tokens` a completion may fill the room that is left."""
-    asked = read(GivenParams, given, "sampling_params")
+    asked = call(GivenParams, given, "sampling_params")
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
     return SamplingParams(
         max_tokens=asked.max_tokens or max(room, 1),
@@ -111,29 +115,29 @@ def params_of(given: Mapping[str, Any], room: int) -> SamplingParams:
     )
 
 
-def _tokens(prompt: Mapping[str, Any]) -> list[int]:
-    found: list[int] = []
-    for chunk in prompt["chunks"]:
-        if chunk.get("type", "encoded_text") != "encoded_text":
+def _tokens(prompt: dict[str, Any]) -> list[Any]:
+    """Return the tokens of a prompt; `_check_prompt` reads them when it knows how many there are."""
+    tokens: list[Any] = []
+    for chunk in chunks if isinstance(chunks := prompt.get("chunks"), list) else ():
+        kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else chunk
+        if kind != "encoded_text" or not isinstance(chunk, dict):
             raise ConfigError(
-                f"The prompt has a chunk of {chunk['type']!r}. This server's models read text alone."
+                f"The prompt has a chunk of {kind!r:.80}. This server's models read text alone."
             )
-        found += chunk["tokens"]
-    return found
+        tokens += ids if isinstance(ids := chunk.get("tokens"), list) else [f"{ids}"]
+    return tokens
 
 
-def _scores(sampler: ModelSampler, tokens: list[int], body: Mapping[str, Any]) -> PromptScores:
+def _scores(sampler: ModelSampler, tokens: list[int], asked: SampleRequest) -> PromptScores:
     """Return what the request asks of its prompt, at temperature 1."""
-    asked, top, targets = (
-        body.get(key) for key in ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")
-    )
-    if not (asked or top or targets):
+    top, targets = asked.topk_prompt_logprobs, asked.target_prompt_logprobs
+    if not (asked.prompt_logprobs or top or targets):
         return PromptScores()
     logprobs_NV = (
         sampler.distributions(tokens).cpu() if len(tokens) > 1 else torch.zeros(0, sampler.client.vocab_size)
     )
     own_N = logprobs_NV.gather(1, torch.tensor(tokens[1:], dtype=torch.long)[:, None])[:, 0]
-    left_out = len(tokens) - (body.get("prompt_logprobs_last_n") or len(tokens))
+    left_out = len(tokens) - (asked.prompt_logprobs_last_n or len(tokens))
     own_N = after_first(own_N).index_fill(0, torch.arange(left_out), math.nan)
     likely = None
     if top:
@@ -141,18 +145,23 @@ def _scores(sampler: ModelSampler, tokens: list[int], body: Mapping[str, Any]) -
         values_NK = after_first(values_NK, NO_LOGPROB).index_fill(0, torch.arange(left_out), NO_LOGPROB)
         likely = after_first(ids_NK, NOTHING).index_fill(0, torch.arange(left_out), NOTHING), values_NK
     return PromptScores(
-        own_N if asked else None, likely, _of_targets(logprobs_NV, targets) if targets else None
+        own_N if asked.prompt_logprobs else None,
+        likely,
+        _of_targets(logprobs_NV, targets) if targets else None,
     )
 
 
-def _of_targets(logprobs_NV: Tensor, targets: Mapping[str, Any]) -> Tensor:
+def _of_targets(logprobs_NV: Tensor, targets: dict[str, Any]) -> Tensor:
     """Return the log-probs (N, K) of the given tokens, NaN where a token is -1."""
     if targets.get("sparse_crow_indices") is not None:
         raise ConfigError("target_prompt_logprobs in a sparse form is not available. Next: send it dense.")
-    tokens_NK = torch.tensor(targets["data"], dtype=torch.long).view(targets["shape"])
-    if len(tokens_NK) != len(logprobs_NV) or tokens_NK.max() >= logprobs_NV.shape[1]:
+    (length, vocabulary), shape, data = logprobs_NV.shape, targets.get("shape"), targets.get("data")
+    ids: list[int] = data if isinstance(data, list) else [vocabulary]
+    each = len(ids) // max(length, 1)
+    if shape != [length, each] or not all(_is_token(one, vocabulary, -1) for one in ids):
         raise ConfigError(
-            f"target_prompt_logprobs of shape {list(tokens_NK.shape)} is not accepted. Accepted: ids of the vocabulary in "
-            f"{len(logprobs_NV)} rows, one for each token of the prompt after the first."
+            f"target_prompt_logprobs of shape {shape!r:.80} is not accepted. Accepted: ids of the vocabulary in {length} "
+            "rows, one for each token of the prompt after the first."
         )
+    tokens_NK = torch.tensor(ids, dtype=torch.long).view(length, each)
     return logprobs_NV.gather(1, tokens_NK.clamp(min=0)).masked_fill(tokens_NK < 0, math.nan)

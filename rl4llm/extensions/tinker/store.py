@@ -1,7 +1,8 @@
-"""Checkpoints of the server: one sealed directory for each `tinker://MODEL/KIND/NAME`, whole or absent after a kill."""
+"""Checkpoints of the server: one sealed directory for each `tinker://RUN/KIND/NAME`, whole or absent after a kill."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -17,13 +18,18 @@ from rl4llm.runs.run_dir import sync_directory
 SCHEME = "tinker://"
 WEIGHTS, SAMPLER, PASSING = "weights", "sampler_weights", "passing"
 FACTS = "tinker.json"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 DELETED = "~deleted"  # behind the name of a checkpoint that is being deleted
 KEPT = 3  # passing weights of a model, which the next ones replace
 
 
+def run_of(model_id: str) -> str:
+    """Return the name of a model in addresses. It does not tell the model's id, which lets its reader train the model."""
+    return hashlib.sha256(model_id.encode()).hexdigest()[:32]
+
+
 class Store:
-    """The directory of a server; `tinker://MODEL/weights/NAME` is its `MODEL/weights/NAME`.
+    """The directory of a server; `tinker://RUN/weights/NAME` is its `MODEL/weights/NAME`, where RUN is `run_of` MODEL.
 
     `passing` weights are those of sampling clients without a name; only the newest few of a model stay.
     """
@@ -51,11 +57,11 @@ class Store:
         """Have `write` fill a directory, and give it its name when it is on the disk; return its `tinker://` address."""
         if not NAME.fullmatch(name):
             raise CheckpointError(
-                f"path={name!r} is not accepted. Accepted: letters, digits and . _ - : in a name."
+                f"path={name!r:.200} is not accepted. Accepted: a name of up to 200 letters, digits and . _ - : characters."
             )
         final = self.root / model_id / kind / name
         if final.exists() and not overwrite:
-            raise CheckpointError(f"{SCHEME}{model_id}/{kind}/{name} exists. Next: choose another name.")
+            raise CheckpointError(f"{self.address(final)} exists. Next: choose another name.")
         unfinished = final.with_name(f"{name}~{secrets.token_hex(4)}")
         unfinished.mkdir(parents=True)
         try:
@@ -72,17 +78,22 @@ class Store:
         if kind == PASSING:
             for old in sorted(final.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
                 shutil.rmtree(old, ignore_errors=True)
-        return f"{SCHEME}{model_id}/{kind}/{name}"
+        return self.address(final)
+
+    def address(self, path: Path) -> str:
+        """Return the address of a checkpoint."""
+        return f"{SCHEME}{run_of(path.parts[-3])}/{path.parts[-2]}/{path.parts[-1]}"
 
     def find(self, address: str, *kinds: str) -> tuple[Path, dict[str, Any]]:
         """Return the directory of an address of these kinds, and its facts; raise CheckpointError if it is not whole."""
         parts = address.removeprefix(SCHEME).split("/")
         if not address.startswith(SCHEME) or len(parts) != 3 or parts[1] not in kinds:
-            forms = " or ".join(f"{SCHEME}MODEL/{kind}/NAME" for kind in kinds)
+            forms = " or ".join(f"{SCHEME}RUN/{kind}/NAME" for kind in kinds)
             raise CheckpointError(f"{address!r} is not an address of such weights. Accepted: {forms}.")
         if not all(map(NAME.fullmatch, parts)):
             raise CheckpointError(f"{address!r} has a part that is not a name.")
-        path = self.root.joinpath(*parts)
+        models = {run_of(path.name): path.name for path in self.root.iterdir()}
+        path = self.root.joinpath(models.get(parts[0], parts[0]), *parts[1:])  # or of an earlier version
         if problem := manifest.damage(path) if path.is_dir() else "it was not found":
             raise CheckpointError(
                 f"{address} cannot be used: {problem}. This server keeps weights in {self.root}."

@@ -137,7 +137,7 @@ class Order:
         self._worker, self._model_id = worker, model_id
         self._next = 1
         self._held: dict[int, tuple[Job, Future[bytes]]] = {}
-        self._waits_since = 0.0  # for the request `_next`
+        self._waited_s = 0.0  # for the request `_next`
 
     def add(self, seq_id: int, job: Job, outcome: Future[bytes]) -> None:
         """Queue a request when all before it have been; raise EngineError for one whose turn is over."""
@@ -145,17 +145,16 @@ class Order:
             raise EngineError(
                 f"The turn of request {seq_id} of {self._model_id} is over: its result is gone, or it came too late."
             )
-        if not self._held:
-            self._waits_since = time.monotonic()
         self._held[seq_id] = job, outcome
         while self._next in self._held:
             self._worker.put(self._model_id.partition(":")[0], *self._held.pop(self._next))
             self._next += 1
-            self._waits_since = time.monotonic()
+            self._waited_s = 0.0
 
-    def give_up(self, after_s: float) -> None:
-        """Refuse the requests that have waited `after_s` seconds for an earlier one; later requests run."""
-        if not self._held or time.monotonic() - self._waits_since <= after_s:
+    def give_up(self, after_s: float, passed_s: float) -> None:
+        """Refuse the requests that have waited `after_s` seconds for an earlier one, `passed_s` since the last call."""
+        self._waited_s = self._waited_s + passed_s if self._held else 0.0
+        if not self._held or self._waited_s <= after_s:
             return
         text = (
             f"The request {self._next} of {self._model_id} has not arrived within {after_s:g} s, so those after it did not "

@@ -72,6 +72,10 @@ for _ in range(3):
 assert losses[2] < losses[1] < losses[0], losses
 state = training.save_state("mine").result().path
 sampling = training.save_weights_and_get_sampling_client().result()
+named = training.save_weights_for_sampler("mine").result().path
+for made in (service.create_sampling_client(model_path=named), training.create_sampling_client(named)):
+    assert made.result().get_base_model() == name
+    assert made.result().sample(data[0].model_input, 1, types.SamplingParams(max_tokens=2)).result().sequences[0].tokens
 scored = sampling.compute_logprobs(types.ModelInput.from_ints([3, 4, 5, 6])).result()
 trained = training.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
 assert scored[0] is None and all(abs(a - b) < 1e-4 for a, b in zip(scored[1:], trained)), (scored, trained)
@@ -177,7 +181,7 @@ def test_the_cookbooks_loop_of_reinforcement_learning_runs(sdk, tmp_path):
 def test_the_sdk_shows_errors_and_computes_custom_losses(sdk):
     printed = sdk(ASKS % {"name": NAME})
     assert "AuthenticationError" in printed and "The API key is not this server's" in printed
-    assert "RequestFailedError" in printed and "loss_fn=importance_sampling" in printed
+    assert "RequestFailedError" in printed and "loss_fn='stable_reinforce' is unknown" in printed
     assert f"['{NAME}']" in printed and "/weights/mine cannot be used: it was not found" in printed
     assert "done" in printed.splitlines()
 
@@ -205,7 +209,7 @@ def test_a_client_of_the_sdk_that_is_killed_leaves_nothing(warm, model_dir, tmp_
         assert int(unfinished.split()[-1]) > 8
         serving._idle_s = 0.0
         deadline = time.monotonic() + 180
-        held = (serving._seen, serving._models, serving._orders, serving._sampling, serving._promises)
+        held = (serving._idle, serving._models, serving._orders, serving._sampling, serving._promises)
         while trained() is not None or any(held):
             assert time.monotonic() < deadline
             gc.collect()

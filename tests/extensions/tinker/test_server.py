@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from concurrent.futures import Future, wait
 from functools import partial
+from http.client import HTTPConnection
 
 import pytest
 import torch
@@ -33,13 +34,17 @@ from rl4llm.algorithms.gspo import GSPOToken
 from rl4llm.algorithms.sft import SFT
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.cli import main
+from rl4llm.core.errors import DataError
 from rl4llm.core.types import TrainBatch
+from rl4llm.extensions.tinker import server as http
 from rl4llm.extensions.tinker import service
-from rl4llm.extensions.tinker.messages import COMPILED, message
+from rl4llm.extensions.tinker.messages import COMPILED, message, tensor_of
 from rl4llm.extensions.tinker.models import Shape
 from rl4llm.extensions.tinker.sampling import params_of
+from rl4llm.extensions.tinker.store import run_of
 from rl4llm.extensions.tinker.turns import JobWorker, Order
 from rl4llm.inference.local import MAX_ROWS
+from rl4llm.runs import manifest
 
 PROMPT, ANSWER = 5, 7  # tokens
 NEVER = 1e9  # a clip that never cuts
@@ -289,26 +294,26 @@ def test_a_repeated_request_adds_its_gradient_once(client):
     assert norms[0] == norms[1]
 
 
-def test_micro_batches_change_no_gradient(client, monkeypatch):
-    norms = []
+def test_passes_change_neither_gradient_nor_loss(client, monkeypatch):
+    norms, sums = [], []
     for number, tokens in enumerate((4096, 8)):
         monkeypatch.setattr("rl4llm.extensions.tinker.models.TOKENS_AT_ONCE", tokens)
         model = client.model(number, seed=1)
-        client.losses(model, 1, rollouts(), "ppo")
+        sums.append(client.losses(model, 1, rollouts(), "ppo")[1]["loss:sum"])
         norms.append(
             client.do("optim_step", model_id=model, seq_id=2, adam_params={})["metrics"]["grad_norm:mean"]
         )
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and sums[0] == pytest.approx(sums[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(("loss", "options", "change", "message"), [
-    ("stable_reinforce", {}, {}, "loss_fn=importance_sampling"),
+    ("stable_reinforce", {}, {}, "Known: cispo"),
     ("pppo", {}, {}, "Did you mean 'ppo'"),
     ("ppo", {"clip_low": 0.8}, {}, "clip_low_threshold"),
     ("ppo", {"clip_low_threshold": "low"}, {}, "Accepted: a number"),
     ("ppo", {}, {"advantages": None}, "lacks advantages"),
     ("ppo", {}, {"weights": torch.ones(11)}, "unknown weights"),
-    ("ppo", {}, {"logprobs": torch.zeros(3)}, "logprobs has the shape [3]"),
+    ("ppo", {}, {"logprobs": torch.zeros(3)}, "logprobs has the shape [3] and 3 numbers beside 11 input tokens"),
     ("ppo", {}, {"target_tokens": torch.full((11,), 10**6)}, "outside the vocabulary"),
     ("ppo", {}, {"target_tokens": torch.ones(11)}, "target_tokens is torch.float32"),
     ("ppo", {}, {"advantages": torch.full((11,), math.nan)}, "advantages has NaN or infinite"),
@@ -350,7 +355,7 @@ def test_a_step_on_a_gradient_that_is_not_finite_is_an_error(client):
     ({"params": {"temperature": "hot"}}, "sampling_params.temperature='hot' is not accepted"),
     ({"params": {"stop": 7}}, "sampling_params.stop=7 is not accepted"),
     ({"count": 0}, "num_samples=0 is not accepted"),
-    ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1 is not accepted. Accepted: 0 to"),
+    ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs=-1 is not accepted: a whole number, 0 to 128"),
     ({"topk_sample_logprobs": -1}, "topk_sample_logprobs=-1 is not accepted"),
     ({"prompt_logprobs": True, "prompt_logprobs_last_n": 5}, "prompt_logprobs_last_n=5 .* Accepted: 1 to 4"),
     ({"tokens": [3, 10**6], "prompt_logprobs": True}, "token id 1000000. Accepted: 0 to"),
@@ -391,12 +396,126 @@ def test_errors_of_a_step_name_what_the_client_wrote(client, given, message):
     assert caught.value.args[0] == "user"
 
 
+def lists(shape, *parts):
+    """Return a sparse tensor of row ends, columns and values."""
+    data = [torch.tensor(part, dtype=torch.long).numpy().tobytes() for part in (*parts, (), ())]
+    encoded = message("Sparse", rows=data[0], columns=data[1], values=data[2])
+    return message("Tensor", dtype=2, shape=shape, sparse=encoded)
+
+
+@pytest.mark.parametrize("targets", [
+    lists([3, 10**7], [0, 0, 0, 0]),
+    lists([10**7, 4], [0, 0, 0, 0]),
+    lists([3, 4], [0, 0, 0, 10**7]),
+    lists([3, 4], [0, 2, 1, 1], [0], [7]),
+    lists([3, 4], [0, 1, 1, 1], [-1], [7]),
+    message("Tensor", dtype=2, shape=[-3, -1], dense=bytes(24)),
+    message("Tensor", dtype=2, shape=[2], dense=bytes(16)),
+    message("Tensor", dtype=2, shape=[3], dense=bytes(16)),
+])  # fmt: skip
+def test_shapes_are_checked_before_tensors_are_built(targets):
+    with pytest.raises(DataError, match=r"targets has the shape .* beside 3 input tokens"):
+        tensor_of("targets", targets, 3)
+
+
+@pytest.mark.parametrize(
+    "number", ["x/../../thesis", "1", 1.5, 1e30, math.nan, True, -1, 2**64, [1], "9" * 300]
+)
+def test_numbers_of_requests_are_bounded_whole_numbers(client, number):
+    made = {"session_id": client.session, "sampling_session_seq_id": 1, "base_model": NAME}
+    known = {"model_id": client.model(), "sampling_session_id": client.sampler(base_model=NAME), "path": "x"}
+    prompt = {"prompt": {"chunks": []}, "optimizer": True}
+    for verb, fields in (
+        ("create_model", {"model_seq_id": number}),
+        ("load_weights", {"model_seq_id": number}),
+        ("optim_step", {"seq_id": number}),
+        ("create_sampling_session", {"sampling_session_seq_id": number}),
+        ("asample", {"seq_id": number}),
+        ("asample", {"seq_id": 1, "num_samples": number}),
+    ):
+        with pytest.raises(Refused, match="is not accepted") as caught:
+            client.call(verb, **made | known | prompt | fields)
+        assert caught.value.args[0] == 400
+    with pytest.raises(Refused, match="is not accepted") as caught:
+        client.do(
+            "save_weights_for_sampler", model_id=known["model_id"], seq_id=1, sampling_session_seq_id=number
+        )
+    assert caught.value.args[0] == "user"
+
+
+@pytest.mark.parametrize(("verb", "fields"), [
+    ("save_weights", {"path": "x" * 300}),
+    ("save_weights", {"path": 5}),
+    ("save_weights", {"path": "n", "overwrite": "yes"}),
+    ("save_weights_for_sampler", {"path": "a/b"}),
+    ("load_weights", {"path": 5, "optimizer": True}),
+    ("load_weights", {"optimizer": True}),
+    ("optim_step", {"adam_params": [1]}),
+    ("optim_step", {"adam_params": {"learning_rate": 10**400}}),
+])  # fmt: skip
+def test_refused_fields_of_a_turn_leave_no_gap(client, verb, fields):
+    model = client.model()
+    with pytest.raises(Refused) as caught:
+        client.do(verb, model_id=model, seq_id=1, **fields)
+    kind, text = caught.value.args
+    assert kind == "user" and "is" in text and "Error" not in text
+    client.do("optim_step", model_id=model, seq_id=2)
+
+
+def test_an_address_does_not_tell_who_trains(client):
+    model = client.model()
+    path = client.do("save_weights", model_id=model, seq_id=1, path="one")["path"]
+    run = path.split("/")[2]
+    for verb in ("optim_step", "unload_model", "session_heartbeat"):
+        with pytest.raises(Refused, match="unknown"):
+            client.call(verb, model_id=run, session_id=run, seq_id=2)
+    assert client.session not in path and model not in path
+
+
+def test_heavy_work_is_done_beside_the_event_loop(client, monkeypatch):
+    loops, damage, parse = [], manifest.damage, http.parse
+
+    def noted(function):
+        def call(*given):
+            loops.append(asyncio._get_running_loop())
+            return function(*given)
+
+        return call
+
+    model = client.model()
+    path = client.do("save_weights_for_sampler", model_id=model, seq_id=1, path="beside")["path"]
+    monkeypatch.setattr(manifest, "damage", noted(damage))
+    monkeypatch.setattr(http, "parse", noted(parse))
+    client.sampler(model_path=path)
+    client.call("weights_info", tinker_path=path)
+    client.losses(model, 2, demonstrations(), forward_only=True)
+    assert loops == [None] * 3
+
+
+def test_bodies_are_bounded_but_those_that_bring_data(client):
+    long = b'{"a": "' + bytes([120]) * (5 << 20) + b'"}'
+    with pytest.raises(Refused, match="Maximum request body size") as caught:
+        client.post("create_session", long)
+    assert caught.value.args[0] == 413
+    request = message("Request", model_id=client.model(), seq_id=1, loss_fn="x" * (5 << 20))
+    with pytest.raises(Refused, match="loss_fn"):
+        client.wait(client.post("forward_backward", request.SerializeToString(), "application/x-protobuf"))
+
+
+def test_a_key_of_any_bytes_is_refused(server):
+    connection = HTTPConnection(server[0].removeprefix("http://"), timeout=60)
+    connection.putrequest("GET", "/api/v1/healthz")
+    connection.putheader("X-API-Key", b"tml-t\xe9st")
+    connection.endheaders()
+    assert connection.getresponse().status == 401
+
+
 def test_requests_that_cannot_be_served_are_refused_by_name(server, client):
     model = client.model()
     refused = [
         (lambda: Client(server[0], key="tml-other"), 401, "TINKER_API_KEY"),
         (lambda: client.call("copy_weights"), 404, "copy_weights is not available"),
-        (lambda: client.call("optim_step"), 400, "not one of this protocol"),
+        (lambda: client.call("optim_step"), 400, "optim_step.model_id is missing"),
         (
             lambda: client.call("optim_step", model_id="gone:train:0", seq_id=1),
             404,
@@ -451,7 +570,7 @@ def test_saved_weights_continue_with_the_optimizer_or_without(client):
     model = client.model(seed=1)
     step(model, 1)
     path = client.do("save_weights", model_id=model, seq_id=4, path="one")["path"]
-    assert path == f"tinker://{model}/weights/one"
+    assert path == f"tinker://{run_of(model)}/weights/one" and client.session not in path
     with pytest.raises(Refused, match="exists"):
         client.do("save_weights", model_id=model, seq_id=5, path="one")
     gone_on = step(model, 6)
@@ -488,7 +607,9 @@ def test_samples_come_from_the_weights_as_they_were_saved(client, rank):
     assert client.call("get_info", model_id=model)["lora_rank"] == rank
     targets = {"data": [*prompt[1:-1], -1], "dtype": "int64", "shape": [len(prompt) - 1, 1]}
     asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 3, "target_prompt_logprobs": targets}
-    for sampler in (passing["sampling_session_id"], client.sampler(model_path=named)):
+    for sampler, path in ((passing["sampling_session_id"], None), (client.sampler(model_path=named), named)):
+        described = {"sampler_id": sampler, "base_model": NAME, "model_path": path}
+        assert client_get(client, f"samplers/{sampler}") == described
         found = client.sample(sampler, 0, prompt, 2, {"seed": 1}, **asked)
         own = found.prompt_logprobs
         assert own[0].isnan() and torch.allclose(own[1:], expected, atol=1e-4)
@@ -558,13 +679,12 @@ def test_adapters_share_the_tensors_of_their_base(server, client):
     assert client.losses(second, 2, data, forward_only=True)[1] == before
 
 
-def test_model_that_cannot_be_loaded_is_refused_with_the_option(tmp_path, capsys, monkeypatch):
+def test_a_home_directory_of_a_model_is_expanded(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = ["--model", "m=~/empty", "--output", str(tmp_path / "out"), "--port", "0"]
     (tmp_path / "empty").mkdir()
-    assert main(["serve", "tinker", *words]) == 1
-    told = " ".join(capsys.readouterr().err.split())
-    assert "empty' has no config.json" in told and "Next: --model m=DIRECTORY serves a local copy" in told
+    words = ["serve", "tinker", "--model", "m=~/empty", "--output", str(tmp_path / "out"), "--port", "0"]
+    assert main(words) == 1
+    assert "empty' has no config.json" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_of_the_hub_is_served_by_its_name(model_dir, tmp_path):
@@ -600,6 +720,38 @@ def test_a_client_without_a_heartbeat_frees_what_it_had(model_dir, tmp_path):
         other.model()  # behind the job that frees
         assert model not in service._models and not (tmp_path / model / "passing").exists()
         other.do("load_weights", session_id=other.session, model_seq_id=1, path=kept, optimizer=True)
+
+
+def pass_time(served, seconds):
+    served._tidied -= seconds
+    served.tidy()
+
+
+def test_time_in_which_the_server_stood_still_ends_nothing(server, client, monkeypatch):
+    monkeypatch.setattr(server[1], "_idle_s", service.IDLE_S)
+    model = client.model()
+    waits = client.call("optim_step", model_id=model, seq_id=2)
+    pass_time(server[1], 1000.0)
+    client.call("optim_step", model_id=model, seq_id=1)
+    client.wait(waits)
+    for _ in range(13):
+        pass_time(server[1], 9.9)
+    with pytest.raises(Refused, match="unknown"):
+        client.call("session_heartbeat", session_id=client.session)
+
+
+@pytest.mark.parametrize(
+    "verb", ["session_heartbeat", "get_info", "optim_step", "asample", "retrieve_future", "create_model"]
+)
+def test_every_request_is_a_sign_of_life(server, client, monkeypatch, verb):
+    monkeypatch.setattr(server[1], "_idle_s", service.IDLE_S)
+    model, sampler = client.model(), client.sampler(base_model=NAME)
+    request_id = client.call("optim_step", model_id=model, seq_id=1)["request_id"]
+    fields = {"session_id": client.session, "model_id": model, "sampling_session_id": sampler, "request_id": request_id,
+              "seq_id": 1, "model_seq_id": 0, "prompt": {"chunks": [{"tokens": [3]}]}}  # fmt: skip
+    for _ in range(20):
+        pass_time(server[1], 9.9)
+        client.call(verb, **fields)
 
 
 def kill_amid_steps_and_saves(client, model, pid):

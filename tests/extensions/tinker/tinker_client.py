@@ -22,7 +22,7 @@ from rl4llm.runtime.ports import free_port
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 KEY = "tml-test"
 COMMIT = "abc"  # any name
-Samples = namedtuple("Samples", "tokens logprobs stops prompt_logprobs likely targets")
+Samples = namedtuple("Samples", "tokens logprobs stops prompt_logprobs likely targets sampled_likely")
 
 
 class Refused(Exception):
@@ -151,7 +151,8 @@ def read_samples(body):
         ["stop" if one.stop_reason == 0 else "length" for one in samples.sequences],
         numbers(samples.prompt_logprobs) if samples.HasField("prompt_logprobs") else None,
         matrix(samples.prompt_likely) if samples.HasField("prompt_likely") else None,
-        tensor_of(samples.targets) if samples.HasField("targets") else None,
+        tensor_of("", samples.targets, samples.targets.shape[0]) if samples.HasField("targets") else None,
+        [matrix(one.likely) for one in samples.sequences],
     )
 
 
