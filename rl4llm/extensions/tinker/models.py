@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from rl4llm.backends.heads import logprobs_of_logits, selected_logprobs
 from rl4llm.backends.lora import LoraAdapter, add_adapter
 from rl4llm.backends.models import load_model, stored_tokenizer
-from rl4llm.backends.optimizer import OptimizerOptions
+from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_backend import ADAPTER_WEIGHTS
 from rl4llm.core.errors import CheckpointError, ConfigError, EngineError, unknown
@@ -147,19 +147,29 @@ class Trained:
     def optim_step(self, given: dict[str, Any]) -> dict[str, float]:
         """Take a step of AdamW with the parameters of a request; return the metrics.
 
-        Raises ConfigError for other parameters, and EngineError if the gradient is not finite: then the weights stay.
+        Raises ConfigError for other parameters, and EngineError if the gradient is not finite or the weights would not be:
+        then the weights stay.
         """
         if (kind := given.get("type", "adamw")) not in ("adamw", "adam"):
             raise ConfigError(f"The optimizer {kind!r:.80} is not available. Accepted: adamw.")
         accepted = [field.name for field in fields(AdamParams)]
         if other := sorted(given.keys() - {*accepted, "type"}):
             raise ConfigError(unknown("adam_params", other[0], accepted))
-        self.backend.optimizer.use(call(AdamParams, given, "adam_params").options())
+        params, optimizer = call(AdamParams, given, "adam_params"), self.backend.optimizer
+        optimizer.use(params.options())
+        large = max(params.learning_rate, params.weight_decay) > 1 or max(params.beta1, params.beta2) > 0.9999
+        undo = _undo(optimizer) if large or params.eps < 1e-16 else None  # else float32 does not overflow
         metrics = self.backend.optim_step()
         if "skipped" in metrics:
             raise EngineError(
                 "The gradient is NaN or infinite, so optim_step discarded it and changed no weights. Next: compare the "
                 "log-probs of forward_backward with those that the data brings."
+            )
+        if undo and not all(one.square().sum().isfinite() for one in optimizer.stepped.values()):
+            undo()
+            raise EngineError(
+                "The weights became NaN, infinite or too large, so optim_step discarded the step and changed no weights. "
+                "Next: lower learning_rate or weight_decay, or raise eps."
             )
         return {f"{name}:mean": value for name, value in metrics.items()}
 
@@ -175,6 +185,21 @@ class Trained:
             self.backend.write_adapter(directory)
         else:
             self.backend.export(directory)
+
+
+def _undo(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that takes the optimizer back to its present weights and moments."""
+    weights = [*optimizer.parameters.values(), *optimizer.masters.values()]
+    copies, (moments, steps) = [one.detach().clone() for one in weights], optimizer.state()
+    moments, number = {name: moment.clone() for name, moment in moments.items()}, optimizer.step_number
+
+    def undo() -> None:
+        with torch.no_grad():
+            for weight, kept in zip(weights, copies, strict=True):
+                weight.copy_(kept)
+        optimizer.restore(moments, steps, number)
+
+    return undo
 
 
 def _parts(data: Sequence[Datum]) -> Iterator[list[Datum]]:

@@ -349,6 +349,28 @@ def test_a_step_on_a_gradient_that_is_not_finite_is_an_error(client):
     assert client.do("optim_step", model_id=model, seq_id=5, adam_params=LEARNS)["metrics"]["grad_norm:mean"]
 
 
+def gradient_and_step(client, model, seq, **given):
+    client.losses(model, seq, demonstrations())
+    client.do("optim_step", model_id=model, seq_id=seq + 1, adam_params=given or LEARNS)
+
+
+@pytest.mark.parametrize(
+    ("given", "at"), [({"learning_rate": 1e308}, 3), ({"weight_decay": 1e30}, 3), ({"eps": 0}, 1)]
+)
+def test_a_step_to_invalid_weights_changes_nothing(client, given, at):
+    refused, plain = client.model(0, seed=6), client.model(1, seed=6)
+    for model, steps in ((plain, (1, 3)), (refused, (1, 3, 5))):
+        for seq in steps:
+            if model == refused and seq == at:
+                with pytest.raises(Refused, match="discarded the step and changed no weights"):
+                    gradient_and_step(client, model, seq, **given)
+            else:
+                gradient_and_step(client, model, seq)
+    pairs = ((refused, 7), (plain, 5))
+    first, second = (client.losses(*pair, demonstrations(), forward_only=True)[1] for pair in pairs)
+    assert first == second
+
+
 @pytest.mark.parametrize(("asked", "message"), [
     ({"params": {"max_tokens": 0}}, "sampling_params.max_tokens=0 is not accepted: a whole number, 1 or above"),
     ({"params": {"max_tokens": 2.5}}, "sampling_params.max_tokens=2.5 is not accepted"),
