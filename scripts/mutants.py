@@ -40,6 +40,7 @@ EVERYTHING = (
 OFF_POLICY = "test_off_policy.py::test"
 NO_PASS = "test_invariance.py::test_old_log_probs_of_a_first_update_need_no_pass"
 TEMPERATURE = "test_training.py::test_log_probs_use_the_temperature_of_the_samples"
+SERVED = "test_server.py::test_"
 STALE = "test_staleness.py::test_publishing_does_not_wait_for_episodes"
 REPEATABLE = "test_staleness.py::test_a_repeatable_run_plays_nothing_across_a_checkpoint"
 
@@ -306,9 +307,31 @@ COMPOSE = _of(
      "runs/test_run_dir.py::test_the_remains_of_a_killed_first_start_are_removed"),
 )  # fmt: skip
 
+TINKER = _of(
+    "extensions/tinker",
+    "tests/extensions/tinker",
+    ("tinker_betas", "../../backends/optimizer.py", "betas=options.betas, eps=options.eps, weight_decay",
+     "eps=options.eps, weight_decay", f"{SERVED}steps_are_those_of_adamw_with_every_parameter"),
+    ("tinker_alpha", "models.py", "alpha=ALPHA", "alpha=2 * shape.rank",
+     f"{SERVED}merged_weights_have_alpha_32_whatever_the_rank"),
+    ("tinker_loss_over_passes", "models.py", "summed += part.item()", "summed = part.item()",
+     f"{SERVED}passes_change_neither_gradient_nor_loss"),
+    ("tinker_likeliest_place", "sampling.py", "[len(tokens) - 1 :]", "[len(tokens) - 2 :]",
+     f"{SERVED}sampled_tokens_are_among_their_own_likeliest"),
+    ("tinker_places", "messages.py", "if shape[0] != places or len(shape)", "if len(shape)",
+     f"{SERVED}shapes_are_checked_before_tensors_are_built"),
+    ("tinker_idle", "service.py", "min(now - self._tidied, STILL_S)", "now - self._tidied",
+     f"{SERVED}time_in_which_the_server_stood_still_ends_nothing"),
+    ("tinker_address", "store.py", "return hashlib.sha256(model_id.encode()).hexdigest()[:32]", "return model_id",
+     f"{SERVED}an_address_does_not_tell_who_trains"),
+    ("tinker_typed", "requests.py", "    check_values(where, do, fields)\n", "",
+     f"{SERVED}numbers_of_requests_are_bounded_whole_numbers"),
+)  # fmt: skip
+
 MUTANTS = {
     mutant.name: mutant
     for mutant in chain(
-        ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, RUNTIME, REMOTE, ADAPTERS, REWARDS, COMPOSE
+        ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, RUNTIME, REMOTE, ADAPTERS, REWARDS, COMPOSE,
+        TINKER,
     )
 }

@@ -306,6 +306,53 @@ def test_passes_change_neither_gradient_nor_loss(client, monkeypatch):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and sums[0] == pytest.approx(sums[1], rel=1e-5)
 
 
+EVERY = {
+    "learning_rate": 0.02,
+    "beta1": 0.5,
+    "beta2": 0.7,
+    "eps": 1e-3,
+    "weight_decay": 0.3,
+    "grad_clip_norm": 0.5,
+}
+DEFAULTS = dict(zip(EVERY, (1e-4, 0.9, 0.95, 1e-12, 0.0, math.inf), strict=True))  # the SDK's
+
+
+def test_steps_are_those_of_adamw_with_every_parameter(server, client):
+    model = client.model(seed=2)
+    weights = [one for one in server[1]._models[model].backend.model.parameters() if one.requires_grad]
+    states = [(one.detach().clone(), torch.zeros_like(one), torch.zeros_like(one)) for one in weights]
+    for step, given in enumerate(({}, {}, EVERY), 1):
+        client.losses(model, 2 * step - 1, demonstrations())
+        norm = math.sqrt(sum(float(one.grad.square().sum()) for one in weights))
+        rate, beta1, beta2, eps, decay, most = {**DEFAULTS, **given}.values()
+        assert norm > EVERY["grad_clip_norm"]
+        for one, (weight, m, v) in zip(weights, states, strict=True):
+            gradient = one.grad * min(1.0, most / norm)
+            m.lerp_(gradient, 1 - beta1)
+            v.lerp_(gradient**2, 1 - beta2)
+            moved = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
+            weight.mul_(1 - rate * decay).sub_(rate * moved)
+        client.do("optim_step", model_id=model, seq_id=2 * step, adam_params=given)
+        for one, (weight, *_) in zip(weights, states, strict=True):
+            assert torch.allclose(one, weight, rtol=1e-4, atol=1e-6)
+
+
+def test_merged_weights_have_alpha_32_whatever_the_rank(server, client):
+    base = dict(server[1].bases[NAME].model.named_parameters())
+    for number, rank in enumerate((4, 8)):
+        backend = server[1]._models[client.model(number, rank=rank)].backend
+        stir(backend.model)
+        tensors = dict(backend.model.named_parameters())
+        pairs = [
+            (tensors[name.replace("lora_A", "lora_B")], tensors[name]) for name in tensors if "lora_A" in name
+        ]
+        moved = (
+            float((tensor - base[name]).norm()) for name, tensor in backend.own_weights() if name in base
+        )
+        expected = sorted(float((32 / rank * b @ a).norm()) for b, a in pairs)
+        assert sorted(filter(None, moved)) == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize(("loss", "options", "change", "message"), [
     ("stable_reinforce", {}, {}, "Known: cispo"),
     ("pppo", {}, {}, "Did you mean 'ppo'"),
@@ -648,6 +695,16 @@ def test_samples_come_from_the_weights_as_they_were_saved(client, rank):
         assert torch.allclose(scored[len(prompt) :], found.logprobs[0], atol=1e-4)
     base = client.sample(client.sampler(base_model=NAME), 0, prompt, prompt_logprobs=True).prompt_logprobs
     assert not torch.allclose(base[1:], expected, atol=1e-2)
+
+
+def test_sampled_tokens_are_among_their_own_likeliest(client):
+    sampler, prompt = client.sampler(base_model=NAME), sequences()[0].tolist()
+    found = client.sample(sampler, 0, prompt, 4, {"seed": 3, "temperature": 0.5}, topk_sample_logprobs=128)
+    known = []
+    for ids, logprobs, (tokens, values) in zip(*found[:2], found.sampled_likely, strict=True):
+        among = tokens == torch.tensor(ids)[:, None]
+        known += (values[among] - logprobs[among.any(1)]).abs().tolist()
+    assert len(known) > 16 and max(known) < 1e-4
 
 
 def test_weights_saved_under_a_deleted_name_are_sampled(client):
