@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,6 +27,7 @@ MESSAGES: dict[str, Any] = message_factory.GetMessages(
 )
 DTYPES = {1: torch.float32, 2: torch.int64, 3: torch.int32, 4: torch.bfloat16}
 STOPPED, TOO_LONG = 0, 1
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 NOTHING, NO_LOGPROB = 0, -99999.0  # what stands for no token in a matrix of the likeliest ones
 
 

@@ -133,10 +133,9 @@ class Trained:
         """Return the log-probs (M) of all targets, one datum after the other, with all targets of a position together."""
         runner = self.backend.runner
         targets = [datum.inputs[TARGETS].long().view(len(datum.tokens), -1) for datum in data]
-        counts_P = torch.cat([torch.full((len(rows),), rows.shape[1]) for rows in targets]).to(
-            batch.mask_BT.device
-        )
-        targets_M = torch.cat([rows.flatten() for rows in targets]).to(batch.mask_BT.device)
+        device = batch.mask_BT.device
+        counts_P = torch.cat([torch.full((len(rows),), rows.shape[1]) for rows in targets]).to(device)
+        targets_M = torch.cat([rows.flatten() for rows in targets]).to(device)
         whole = replace(batch, mask_BT=batch.segment_ids_BT > 0)  # so that all of it is computed
         states_SD, place_BT = (runner.hidden if runner.splits else runner.logits)(whole)
         states_MD = states_SD.index_select(0, place_BT[batch.mask_BT].repeat_interleave(counts_P))

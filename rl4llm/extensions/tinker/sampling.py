@@ -144,11 +144,8 @@ def _scores(sampler: ModelSampler, tokens: list[int], asked: SampleRequest) -> P
         ids_NK, values_NK = likeliest(logprobs_NV, top)
         values_NK = after_first(values_NK, NO_LOGPROB).index_fill(0, torch.arange(left_out), NO_LOGPROB)
         likely = after_first(ids_NK, NOTHING).index_fill(0, torch.arange(left_out), NOTHING), values_NK
-    return PromptScores(
-        own_N if asked.prompt_logprobs else None,
-        likely,
-        _of_targets(logprobs_NV, targets) if targets else None,
-    )
+    scored = _of_targets(logprobs_NV, targets) if targets else None
+    return PromptScores(own_N if asked.prompt_logprobs else None, likely, scored)
 
 
 def _of_targets(logprobs_NV: Tensor, targets: dict[str, Any]) -> Tensor:

@@ -337,6 +337,7 @@ def test_steps_are_those_of_adamw_with_every_parameter(server, client):
             assert torch.allclose(one, weight, rtol=1e-4, atol=1e-6)
 
 
+@torch.no_grad()
 def test_merged_weights_have_alpha_32_whatever_the_rank(server, client):
     base = dict(server[1].bases[NAME].model.named_parameters())
     for number, rank in enumerate((4, 8)):
@@ -704,7 +705,7 @@ def test_sampled_tokens_are_among_their_own_likeliest(client):
     for ids, logprobs, (tokens, values) in zip(*found[:2], found.sampled_likely, strict=True):
         among = tokens == torch.tensor(ids)[:, None]
         known += (values[among] - logprobs[among.any(1)]).abs().tolist()
-    assert len(known) > 16 and max(known) < 1e-4
+    assert len(known) > 8 and max(known) < 1e-4
 
 
 def test_weights_saved_under_a_deleted_name_are_sampled(client):
