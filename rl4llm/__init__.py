@@ -4,9 +4,10 @@ import os
 
 from rl4llm.core.registry import lazy
 
-# OpenMP reads it when torch is loaded. By default its threads spin while they wait, and starve each other when another
-# process keeps a core busy.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# libgomp reads them when torch is loaded. Its threads spin for milliseconds by default, and starve each other where another
+# process keeps a core busy. Without any spinning, each barrier between two short operations puts a core to sleep.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 
 __version__ = "0.1.0"
 TESTED_TORCH = ("2.11", "2.13", "2.15")

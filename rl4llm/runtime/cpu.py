@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8  # malloc.h of glibc
 KEPT = 1 << 30  # bytes of free memory at the top of the heap that stay with the process
 STEP = 64 << 20
 HEAP_BLOCK = 32 << 20  # larger blocks are mapped by themselves; glibc accepts no more than this
@@ -152,7 +152,8 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # not glibc
         return False
-    options = ((M_MMAP_THRESHOLD, HEAP_BLOCK), (M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, STEP))
+    # the other options hold for the first heap alone, so all threads use it
+    options = ((M_MMAP_THRESHOLD, HEAP_BLOCK), (M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, STEP), (M_ARENA_MAX, 1))
     return all(mallopt(option, value) for option, value in options)
 
 

@@ -15,7 +15,7 @@ from weakref import finalize
 
 import torch
 
-from rl4llm.runtime.threads import OneThread, result_of
+from rl4llm.runtime.threads import OneThread, end_openmp_threads, result_of
 
 T = TypeVar("T")
 END_S = 10.0  # until a cancelled coroutine must have ended
@@ -76,6 +76,7 @@ class Runner:
             self._running.add(running)
             self._loop.call_soon_threadsafe(running.begin, self._over)
             if idle:
+                end_openmp_threads()
                 self._thread.put(partial(self._turn, self._loop, running.device))
         return running
 

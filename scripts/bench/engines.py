@@ -196,9 +196,8 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    os.environ.pop(
-        "OMP_WAIT_POLICY", None
-    )  # which rl4llm sets for its processes: servers run with their defaults
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):  # rl4llm sets them; servers run with their defaults
+        os.environ.pop(name, None)
     transformers.utils.logging.set_verbosity_error()
     print(f"{options.prompts} prompts x {SAMPLES} samples x {NEW_TOKENS} tokens; {processor()}")
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:

@@ -2,12 +2,14 @@
 
     python scripts/bench/step.py --size 1m --mode same --peer-python ../trl/bin/python
     python scripts/bench/step.py --model SMOLLM2 --prompts 4 --mode shipped --peer-python ../trl/bin/python
+    python scripts/bench/step.py --model SMOLLM2 --prompts 4 --mode shipped --before ../checkout [--busy 1]
 
 16 prompts of 64 tokens x 8 samples x 64 new tokens of forced length, one AdamW step per rollout, no KL. Each side is a
 process of a separate environment; they take steps in alternation, and the one that does not work waits. `--mode same` gives
 both the same dtype (fp32) and kernels: TRL computes with MKL, which is slow on processors that are not Intel's unless told
 otherwise, so a tiny library that tells it otherwise is loaded into both. `--mode shipped` leaves that out, runs ours with
-its defaults and TRL with its fastest settings, found by trying them. README.md says more.
+its defaults and TRL with its fastest settings, found by trying them. `--before` measures another checkout of rl4llm instead
+of TRL, and `--busy` keeps cores busy meanwhile. README.md says more.
 """
 
 from __future__ import annotations
@@ -83,6 +85,10 @@ class Bench:
 
     def ours(self) -> Peer:
         return self._start("ours", sys.executable, "rl4llm_peer.py", {"overrides": {}})
+
+    def before(self, checkout: Path) -> Peer:
+        script = str(checkout.resolve() / "scripts/bench/rl4llm_peer.py")
+        return self._start("before", sys.executable, script, {"overrides": {}})
 
     def trl(self, dtype: str, micro_batch: int) -> Peer:
         return self._start("TRL", self._python, "trl_peer.py", {"dtype": dtype, "micro_batch": micro_batch})
@@ -189,9 +195,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="1 step to warm up instead of 2, and 2 pairs")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--peer-python", required=True, help="the Python of an environment with torch, trl and datasets"
-    )
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep a core busy meanwhile")
+    other = parser.add_mutually_exclusive_group(required=True)
+    other.add_argument("--peer-python", help="the Python of an environment with torch, trl and datasets")
+    other.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout of rl4llm")
     return parser.parse_args()
 
 
@@ -202,8 +209,14 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     with ExitStack() as stack:
         bench = Bench(Path(stack.enter_context(tempfile.TemporaryDirectory())), options)
-        dtype, micro_batch = choose(bench, options)
-        sides = [stack.enter_context(bench.ours()), stack.enter_context(bench.trl(dtype, micro_batch))]
+        if options.before:
+            other = bench.before(options.before)
+        else:
+            dtype, micro_batch = choose(bench, options)
+            other = bench.trl(dtype, micro_batch)
+        sides = [stack.enter_context(bench.ours()), stack.enter_context(other)]
+        for _ in range(options.busy):
+            stack.callback(subprocess.Popen([sys.executable, "-c", "while True: pass"]).kill)
         what = f"{options.prompts} prompts x {SAMPLES} samples x {NEW_TOKENS} new tokens"
         print(
             f"{options.model or options.size}: {what}, {pairs} pairs; {processor()}, kernels: {KERNELS[options.mode]}"
@@ -212,7 +225,8 @@ def main() -> None:
             print(
                 f"{peer.name}: " + ", ".join(f"{name} {version}" for name, version in peer.versions.items())
             )
-        print(f"TRL's dtype/micro-batch: {dtype}/{micro_batch}")
+        if not options.before:
+            print(f"TRL's dtype/micro-batch: {dtype}/{micro_batch}")
         tokens = options.prompts * SAMPLES * NEW_TOKENS
         steps = {peer.name: partial(step, peer, tokens) for peer in sides}
         show(in_turns(steps, pairs, warm_up))

@@ -5,6 +5,8 @@ import contextvars
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -112,3 +114,27 @@ def test_a_forked_process_does_not_use_its_parents_threads():
         signal.alarm(30)  # what hangs here is not waited for
         os._exit(together(lambda: 7)[0])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+TEAMS = """
+import asyncio, os, torch
+from rl4llm.runtime.runner import Runner
+torch.set_num_threads(3)
+count = lambda: len(os.listdir("/proc/self/task"))
+work = lambda: torch.ones(1 << 20).exp_()
+async def works():
+    work()
+    return count()
+work()
+with Runner() as runner:
+    before = count()
+    print(runner.run(works()) - before)  # the team of the loop's thread replaced that of this thread
+    while count() > before - 2:  # that of the loop's thread ends as well
+        pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has another OpenMP")
+def test_a_thread_that_waits_keeps_no_openmp_team():
+    done = subprocess.run([sys.executable, "-c", TEAMS], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0\n", done.stderr
