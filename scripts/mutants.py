@@ -228,11 +228,14 @@ SYNC = _of(
      "test_mismatch.py::test_a_mismatch_beyond_the_limit_stops_with_both_numbers"),
 )  # fmt: skip
 
+TEAM = "test_threads.py::test_a_thread_that_waits_keeps_no_openmp_team"
 RUNTIME = _of(
     "runtime",
     "tests/extensions",
     ("host_of_a_website", "rebinding.py", "        raise web.HTTPForbidden(", "        web.HTTPForbidden(",
      "servers/test_embedded.py::test_websites_cannot_send_requests"),
+    ("team_of_a_waiting_thread", "runner.py", "                end_openmp_threads()\n", "", f"../runtime/{TEAM}"),
+    ("team_of_finished_work", "threads.py", "    finally:\n        end_openmp_threads()\n", "", f"../runtime/{TEAM}"),
 )  # fmt: skip
 SERVERS = _of(
     "extensions/servers",
@@ -331,7 +334,19 @@ TINKER = _of(
 MUTANTS = {
     mutant.name: mutant
     for mutant in chain(
-        ALGORITHMS, DATA, TRAINERS, ENVS, BACKENDS, INFERENCE, SYNC, SERVERS, RUNTIME, REMOTE, ADAPTERS, REWARDS, COMPOSE,
+        ALGORITHMS,
+        DATA,
+        TRAINERS,
+        ENVS,
+        BACKENDS,
+        INFERENCE,
+        SYNC,
+        SERVERS,
+        RUNTIME,
+        REMOTE,
+        ADAPTERS,
+        REWARDS,
+        COMPOSE,
         TINKER,
     )
 }

@@ -199,9 +199,9 @@ def test_every_public_name_can_be_imported():
 
 
 MOST_LINES = {
-    "rl4llm": 72_600,
-    "tests": 67_800,
-    "scripts": 4_500,
+    "rl4llm": 72_548,
+    "tests": 68_800,  # the laws of resumed runs, of requests to servers, of every wire and template, of 74 families
+    "scripts": 4_650,  # rows of mutants for them
 }  # a change that raises one says why beside it
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from rl4llm.inference.embedded.kv_cache import LENGTH_STEP, KVCache, padded_rows
 from rl4llm.inference.embedded.llama_decode import FAMILY
 from rl4llm.inference.embedded.rows import PREFILL_TOKENS, Request
 from rl4llm.inference.paths import Path, choose_decoder
+from rl4llm.runtime.threads import in_own_thread
 
 MAX_ROWS = 256  # that decode at once
 TURNS = 4  # of the event loop between two steps, as many as a server takes from the bytes of a request to its answer
@@ -143,8 +145,8 @@ class LocalClient(BaseClient):
         """Sample as a trainer with this `autocast` computes, from the next `load` on; call it while the engine is paused."""
         engine, dtype = self._engine, AUTOCAST[autocast]
         if dtype != engine.autocast:
-            model = self._model, self._path, self.context_length
-            engine.prepared = await asyncio.to_thread(choose_decoder, *model, dtype)
+            choose = partial(choose_decoder, self._model, self._path, self.context_length, dtype)
+            engine.prepared = await in_own_thread("rl4llm-decoder", choose)
             engine.autocast = dtype
 
     async def load(self, weight_ref: WeightRef, keep_cache: bool = False) -> None:

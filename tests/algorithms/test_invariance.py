@@ -193,7 +193,9 @@ def test_old_log_probs_of_a_first_update_need_no_pass(model, correction, reuse, 
 
     def trained(algorithm):
         policy = Counted(copy.deepcopy(model), lr=1e-3)
-        batching = Batching("packed", "token", 0, 64, 64, passes_per_rollout=reuse, updates_per_rollout=updates)
+        batching = Batching(
+            "packed", "token", 0, 64, 64, passes_per_rollout=reuse, updates_per_rollout=updates
+        )
         preparation = Preparation(algorithm=algorithm, policy=policy, batching=batching)
         made, grads = preparation.prepare(of_the_model(groups()), step=0).updates, []
         for update in made:

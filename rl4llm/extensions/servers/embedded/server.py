@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -41,6 +42,7 @@ from rl4llm.extensions.servers.embedded.weights import checksum, read_weights
 from rl4llm.inference.local import LocalClient
 from rl4llm.runtime.rebinding import no_websites
 from rl4llm.runtime.terminal import visible
+from rl4llm.runtime.threads import in_own_thread
 
 MAX_BODY = 256 * 1024**2  # bytes
 PAUSED_S = 20.0  # for which a health check waits for a server that is paused
@@ -129,8 +131,8 @@ class EmbeddedServer:
                 param="images",
             )
         read = load("rl4llm.extensions.servers.embedded.images:read_images")
-        places: Sequence[ImagePlace] = await asyncio.to_thread(
-            read, self._vision, asked.images, len(asked.token_ids)
+        places: Sequence[ImagePlace] = await in_own_thread(
+            "rl4llm-images", partial(read, self._vision, asked.images, len(asked.token_ids))
         )
         return places
 
@@ -168,7 +170,9 @@ class EmbeddedServer:
             self._updating = True
             await self._engine.pause()
             try:
-                tensors = await asyncio.to_thread(read_weights, path, version, self._model)
+                tensors = await in_own_thread(
+                    "rl4llm-weights", partial(read_weights, path, version, self._model)
+                )
                 reference = WeightRef(version, tensors=lambda: iter(tensors.items()))
                 if autocast is not None:
                     await self._engine.compute_in(autocast)
@@ -187,7 +191,8 @@ class EmbeddedServer:
     async def _check_weights(self, body: Any) -> Any:
         """Answer with a checksum of the weights, as SGLang's `/weights_checker` does."""
         async with self._weights:
-            return {"success": True, "per_engine_checksum": await asyncio.to_thread(checksum, self._model)}
+            digest = await in_own_thread("rl4llm-checksum", partial(checksum, self._model))
+        return {"success": True, "per_engine_checksum": digest}
 
     async def _pause(self, body: Any) -> Any:
         mode = object_of(body).get("mode", "retract")
