@@ -33,6 +33,7 @@ from peer import parser_of
 RECOMPUTED = {"algorithm.old_logprobs": "recomputed"}
 WEIGHTS: dict[str, dict[str, Any]] = {
     "": {},
+    ", sampled": {"algorithm.old_logprobs": "sampled"},
     ", TIS": {**RECOMPUTED, "algorithm.correction": "tis"},
     ", none": {  # weighs every token 1: nothing is below or above
         **RECOMPUTED,
@@ -52,7 +53,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "base": {"recipe": {}},
     "staleness": {
         f"{bound}{weight}": {"rollout.max_staleness": bound, **WEIGHTS[weight]}
-        for bound, weight in ((0, ""), (1, ""), (2, ""), (3, ""), (3, ", TIS"), (3, ", none"), (8, ""))
+        for weight, bounds in (("", (0, 2, 8)), (", sampled", (1, 2, 3, 8)), (", TIS", (3,)), (", none", (3,)))
+        for bound in bounds
     },
     "rate": {f"{lr:.0e}": {"training.lr": lr} for lr in (1e-6, 3e-6, 3e-5, 1e-4)},
     "rate-lora": {f"{lr:.0e}": _lora(lr) for lr in (1e-5, 1e-4, 2e-4, 1e-3)},

@@ -25,7 +25,7 @@ def test_reading_an_unfilled_tensor_raises_and_names_its_source():
         with pytest.raises(DataError, match=rf"TrainBatch\.{name} is not set yet: .*{who}"):
             getattr(batch, name)
     # Not an error of tensors, deep in a formula.
-    with pytest.raises(DataError, match="fills it before `assign`"):
+    with pytest.raises(DataError, match="`assign` fills it"):
         ALGORITHMS["grpo"]().token_losses(batch, torch.zeros(1, 3), None)
 
 

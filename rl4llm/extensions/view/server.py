@@ -247,5 +247,5 @@ def _listen(ports: Sequence[int]) -> socket.socket:
             problem = error
     given = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
     raise ViewError(
-        f"--port {given} cannot be used: {problem}. Next: use another port, or 0 for any free one."
+        f"--port {given} cannot be used: {str(problem).rstrip('.')}. Next: use another port, or 0 for any free one."
     )
