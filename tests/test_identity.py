@@ -7,12 +7,13 @@ import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from small_run import CONFIG
 
 from rl4llm.compose import build_trainer
-from rl4llm.compose.identity import code_digest, rows_digest
+from rl4llm.compose.identity import Identity, code_digest, rows_digest
 from rl4llm.config import load_config
 from rl4llm.core.errors import RunDirError
 
@@ -164,9 +165,18 @@ def test_rows_have_one_digest_in_any_order_of_columns():
     row = {"messages": [{"role": "user", "content": "a"}], "ground_truth": {"x", "y", "z"}, "extra": Thing()}
     same = dict(reversed(row.items())) | {"extra": Thing()}
     assert rows_digest([row, {1: 2, "a": 3}]) == rows_digest([same, {1: 2, "a": 3}])
+    first, second = (np.array([f"{0}a", [1]], dtype=object) for _ in range(2))  # as pandas reads lists
+    assert rows_digest([row | {"extra": first}]) == rows_digest([row | {"extra": second}])
     for name in ("messages", "ground_truth", "extra"):
         assert rows_digest([row]) != rows_digest([row | {name: "other"}])
     assert rows_digest([row, row | {"extra": 1}]) != rows_digest([row | {"extra": 1}, row])
+
+
+def test_rows_of_one_name_in_two_places_have_two_digests():
+    identity = Identity()
+    for text in "ab":
+        identity.add_rows("data, train", [{"messages": text}])
+    assert len(set(identity.contents.values())) == 2
 
 
 def heavier(path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -42,18 +42,15 @@ class PolicyGradient(BaseAlgorithm):
         kl_coef: strength of the KL penalty to the reference; 0 needs no reference model.
         kl_estimator: "k1", "k2", "k3" or "k3+", see `rl4llm.algorithms.functional.kl_loss`.
         kl_in: "loss" adds the penalty to each token's loss, "reward" subtracts it from the reward.
-        kl_weighted: multiply a penalty in the loss by the ratio to the sampling policy, which makes it and its gradient
-            unbiased off-policy (DeepSeek-V3.2), whatever `old_logprobs` and `correction` are.
+        kl_weighted: multiply a penalty in the loss by the ratio to the sampler: unbiased off-policy (DeepSeek-V3.2).
         kl_target, kl_horizon: with a target the coefficient follows the measured KL: each optimizer step multiplies it by
             1 + error / horizon, with the relative error clipped to 0.2 (Ziegler et al. 2019, section 2.2).
         reference_every: every this many steps the policy becomes the reference; 0 disables it.
         entropy_coef: coefficient of the bonus for the entropy of the next-token distribution; 0 does not compute it.
         old_logprobs: log-probs of the ratio's denominator: "sampled" by the engine, or "recomputed" by the trainer before
-            the first update. Under `rollout.max_staleness` they are recomputed by default: a clip around the weights that
-            sampled has no gradient for what the policy has learned since.
+            the first update, as under `rollout.max_staleness` by default: a clip around older weights stops learning.
         correction, correction_low, correction_high: weights for engines that disagree with the trainer, see
-            `rl4llm.algorithms.correction`; they need recomputed old log-probs (decoupled PPO, Hilton et al. 2022). Under
-            `rollout.max_staleness` the default is "tis" up to 1.5.
+            `rl4llm.algorithms.correction`, of recomputed log-probs (Hilton et al. 2022). For older samples "tis" up to 1.5.
         aggregation: "token", "sequence", "prompt" or "constant", see `rl4llm.data.pack`.
     """
 
@@ -99,9 +96,13 @@ class PolicyGradient(BaseAlgorithm):
 
     @classmethod
     def stale_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        if options.get("old_logprobs") == "sampled" or "correction" in options:
+        chosen = options.get(
+            "correction", next(one.default for one in fields(cls) if one.name == "correction")
+        )
+        if options.get("old_logprobs") == "sampled" or ("correction" in options and chosen is None):
             return {}
-        return {"old_logprobs": "recomputed", "correction": "tis", "correction_high": 1.5}
+        weights = {} if chosen is not None else {"correction": "tis", "correction_high": 1.5}
+        return {"old_logprobs": "recomputed", **weights}
 
     def keep(self, group: Group) -> bool:
         if not self.filter_groups:
@@ -148,6 +149,10 @@ class PolicyGradient(BaseAlgorithm):
             batch.advantages_BT = self.advantages(batch)
         if self.whiten:
             whiten(batches, total)
+        # the losses of a subclass know nothing of weights, but are proportional to the advantage
+        if self.correction is not None and type(self).token_losses is not PolicyGradient.token_losses:
+            for batch in batches:
+                batch.advantages_BT = batch.advantages_BT * self._weights(batch)
 
     def advantages(self, batch: TrainBatch) -> Tensor:
         """Return the advantage of each token (B, T)."""
@@ -159,9 +164,8 @@ class PolicyGradient(BaseAlgorithm):
         if "old_logprobs_BT" not in batch.later:  # see `Needs.old_in_losses`
             batch.old_logprobs_BT = logprobs_BT.detach()
         loss_BT, metrics = self.surrogate(batch, logprobs_BT)
-        if self.correction is not None:
-            weights_of = load("rl4llm.algorithms.correction:correction_weights")
-            loss_BT = loss_BT * weights_of(batch, self.correction, self.correction_low, self.correction_high)
+        if self.correction is not None and type(self).token_losses is PolicyGradient.token_losses:
+            loss_BT = loss_BT * self._weights(batch)
         ratio_BT = (logprobs_BT - batch.old_logprobs_BT).exp()
         metrics = {"policy_loss": loss_BT, "ratio/mean": ratio_BT, "ratio/max": ratio_BT, **metrics}
         if self.kl_coef > 0:
@@ -176,6 +180,10 @@ class PolicyGradient(BaseAlgorithm):
             metrics["entropy"] = entropy_BT
             loss_BT = loss_BT - self.entropy_coef * entropy_BT
         return loss_BT, metrics
+
+    def _weights(self, batch: TrainBatch) -> Tensor:
+        weights_of = load("rl4llm.algorithms.correction:correction_weights")
+        return cast(Tensor, weights_of(batch, self.correction, self.correction_low, self.correction_high))
 
     @abstractmethod
     def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
@@ -235,11 +243,6 @@ class PolicyGradient(BaseAlgorithm):
             raise ConfigError(
                 f"algorithm.correction={self.correction!r} compares the engine's log-probs with the trainer's. "
                 "Set algorithm.old_logprobs=recomputed too."
-            )
-        if not self.correction_low < self.correction_high:
-            raise ConfigError(
-                f"algorithm.correction_low={self.correction_low} must be below "
-                f"algorithm.correction_high={self.correction_high}."
             )
 
 

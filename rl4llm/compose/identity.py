@@ -9,7 +9,6 @@ import ast
 import dis
 import inspect
 import json
-import marshal
 import re
 import sys
 import types
@@ -50,7 +49,6 @@ PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 }
 """What is read of a thing that has code inside."""
 
-BY_VALUE = 2  # the version of marshal's format in which equal values are equal bytes, on every Python
 TABLE = 1000  # items, above which a list holds data and no code
 
 
@@ -64,8 +62,11 @@ class Identity:
 
     def add_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add the rows that a name, a split and a limit stand for."""
+        key = f"rows of {name}"
+        while key in self.contents:  # of another part, or held out
+            key += "'"
         if self.first:
-            self.contents[f"rows of {name}"] = rows_digest(rows)
+            self.contents[key] = rows_digest(rows)
 
     def add_tokenizer(self, path: str, tokenizer: Any) -> None:
         """Add a tokenizer, and its chat template."""
@@ -83,7 +84,11 @@ class Identity:
         """Add the digests of the user's functions and classes that objects are, or hold."""
         named: dict[str, list[str]] = {}
         for name, thing in _entries(list(things), set()) if self.first else ():
-            named.setdefault(name, []).append(code_digest(thing))
+            try:
+                digest = code_digest(thing)
+            except Exception:  # noqa: BLE001 - a user's objects may raise anything, and only a warning needs it
+                digest = "unreadable"
+            named.setdefault(name, []).append(digest)
         self.code.update({name: "-".join(digests) for name, digests in named.items()})
 
 
@@ -91,11 +96,7 @@ def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the number of rows and a hash of all their columns, in order."""
     digest = xxhash.xxh3_64()
     for number in range(len(rows)):
-        row = rows[number]
-        try:
-            digest.update(marshal.dumps(sorted(row.items()), BY_VALUE))
-        except (TypeError, ValueError):  # keys that cannot be sorted, or objects that are no JSON
-            digest.update(_as_text(row).encode())
+        digest.update(_as_text(rows[number]).encode())
     return f"{len(rows)} rows, {digest.hexdigest()}"
 
 
@@ -129,7 +130,7 @@ def code_digest(thing: Any) -> str:
 
     It is a hash of compiled code, so lines, comments and docstrings do not matter, and cells of notebooks have one too.
     Constants of a module count as they are written in its file. Of an object count its class and the attributes that its
-    constructor names. What a function imports when it runs, and other packages, do not count.
+    constructor names. What a function imports when it runs, other packages, and numbers in arrays do not count.
     """
     reader = _Reader()
     reader.read(thing)

@@ -122,6 +122,10 @@ def _check_supervised(setup: Setup) -> None:
                 f"{what} is not accepted with algorithm.name={config.algorithm['name']!r}, which samples nothing and learns "
                 f"from {needs.learns_from} in a dataset. Remove it."
             )
+    if config.training.passes_per_rollout > 1:
+        raise ConfigError(
+            "training.passes_per_rollout repeats the samples of a rollout, and a dataset has none. Set training.epochs."
+        )
     if needs.mismatched and config.rollout.prompts < 2:
         raise ConfigError(
             f"rollout.prompts={config.rollout.prompts} is not accepted with algorithm.name={config.algorithm['name']!r}: "

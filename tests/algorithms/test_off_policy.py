@@ -1,5 +1,7 @@
 """What samples of older weights teach, against exact sums over all actions of a policy with one token."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -92,3 +94,42 @@ def test_old_samples_move_the_right_answer_up(name, right, policy):
     if name == "grpo" and right == 0:  # what the user chose holds, though it has no gradient
         _, found = gradient(composed(name, **SAMPLED), policy, sampler, actions, weights, credits=credits)
         assert found.abs().max() < 1e-12
+
+
+@dataclass(slots=True)
+class OwnLosses(GRPO):
+    """Losses of a user, who knows nothing of weights."""
+
+    supers: bool = False
+
+    def token_losses(self, batch, logprobs_BT, entropy_BT):
+        if self.supers:
+            return GRPO.token_losses(self, batch, logprobs_BT, entropy_BT)
+        ratio_BT = (logprobs_BT - batch.old_logprobs_BT).exp()
+        return -ratio_BT * batch.advantages_BT, {}
+
+
+@pytest.mark.parametrize("supers", [False, True])
+def test_own_losses_are_weighed_once(supers):
+    options = {"old_logprobs": "recomputed", "correction": "is"}
+    given = (
+        POLICY,
+        SAMPLER,
+        torch.arange(3),
+        SAMPLER.exp(),
+        POLICY,
+        None,
+        torch.tensor([1.0, 0.5, -0.5]).double(),
+    )
+    expected = gradient(GRPO(**options), *given)[1]
+    torch.testing.assert_close(gradient(OwnLosses(supers=supers, **options), *given)[1], expected)
+
+
+def test_the_correction_of_a_class_is_kept_for_older_samples():
+    @dataclass(slots=True)
+    class Own(GRPO):
+        correction: str | None = "icepop"
+
+    assert Own.stale_options({}) == {"old_logprobs": "recomputed"}
+    assert GRPO.stale_options({"correction": "icepop"}) == {"old_logprobs": "recomputed"}
+    assert GRPO.stale_options({"correction": None}) == {}

@@ -11,6 +11,7 @@ from rl4llm.commands.output import say
 from rl4llm.core.errors import ConfigError
 
 KEY = "TINKER_API_KEY"
+PUBLIC = "tml-local"
 
 
 def run(words: Sequence[str]) -> int:
@@ -39,7 +40,7 @@ def run(words: Sequence[str]) -> int:
     def ready(_: str) -> None:
         url = url_of(arguments.host, port)
         say(f"{url}  serves {', '.join(bases)} to Tinker clients. Ctrl-C stops it.")
-        say(f"Their environment: TINKER_BASE_URL={url} {KEY}={'(the key)' if key else 'tml-local'}")
+        say(f"Their environment: TINKER_BASE_URL={url} {KEY}={'(the key)' if key else PUBLIC}")
 
     try:
         app = application(service, key)  # `ready` is called when it listens
@@ -60,6 +61,8 @@ def _key(arguments: argparse.Namespace) -> str:
     from rl4llm.runtime.ports import is_loopback
 
     key: str = arguments.key or os.environ.get(KEY, "")
+    if key == PUBLIC:  # which is printed for clients of a server without a key
+        key = ""
     if not key and not is_loopback(arguments.host):
         raise ConfigError(f"--host {arguments.host} needs a key. Set --key or {KEY} to tml-...")
     return key

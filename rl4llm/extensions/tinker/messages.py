@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.types import Completion
-from rl4llm.extensions.tinker.requests import MOST_DATA, MOST_TARGETS
+from rl4llm.extensions.tinker.requests import LONGEST_DATA, MOST_DATA, MOST_TARGETS
 
 COMPILED = Path(__file__).with_name("messages.binpb")
 MESSAGES: dict[str, Any] = message_factory.GetMessages(
@@ -70,6 +71,11 @@ def read_forward_backward(request: Any) -> ForwardBackward:
     """Return what a request asks for; raise DataError for what no language model can train on."""
     if len(request.data) > MOST_DATA:
         raise DataError(f"The request has {len(request.data):,} data. Accepted: at most {MOST_DATA:,}.")
+    tensors = (tensor for datum in request.data for tensor in datum.inputs.values())
+    if (count := sum(abs(math.prod(tensor.shape)) for tensor in tensors)) > LONGEST_DATA // 4:
+        raise DataError(
+            f"The request's tensors have {count:,} numbers. Accepted: at most {LONGEST_DATA // 4:,}."
+        )
     options: dict[str, float | str] = dict(request.numbers)
     options |= {
         name: getattr(value, value.WhichOneof("value") or "number") for name, value in request.options.items()

@@ -15,6 +15,7 @@ from torch import Tensor
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import Count, Natural, NonNegative, Share
 from rl4llm.core.types import Completion, SamplingParams
+from rl4llm.envs.wire import MOST_STOPS
 from rl4llm.extensions.tinker.messages import NO_LOGPROB, NOTHING, PromptScores, encode_samples
 from rl4llm.extensions.tinker.models import ModelSampler, after_first, likeliest
 from rl4llm.extensions.tinker.requests import Likely, Samples, call
@@ -103,6 +104,8 @@ def params_of(given: dict[str, Any], room: int) -> SamplingParams:
     """Return the parameters of a request; without `max_tokens` a completion may fill the room that is left."""
     asked = call(GivenParams, given, "sampling_params")
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
+    if len(stop) > MOST_STOPS:
+        raise ConfigError(f"sampling_params.stop has {len(stop)} items. Accepted: at most {MOST_STOPS}.")
     return SamplingParams(
         max_tokens=asked.max_tokens or max(room, 1),
         temperature=asked.temperature,

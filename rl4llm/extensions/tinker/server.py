@@ -17,6 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from rl4llm.core.errors import RL4LLMError
+from rl4llm.envs.wire import RequestError, read_json
 from rl4llm.extensions.tinker.messages import parse
 from rl4llm.extensions.tinker.requests import LONGEST_DATA, LONGEST_JSON, call
 from rl4llm.extensions.tinker.service import Gone, Service
@@ -79,7 +80,7 @@ def _refusal(path: str, error: BaseException) -> web.Response:
     if isinstance(error, web.HTTPException):
         reason = "is not available on this server." if error.status == 404 else f"was refused: {error.text}"
         return _error(error.status, f"{path} {reason}")
-    if isinstance(error, RL4LLMError):
+    if isinstance(error, RL4LLMError | RequestError):
         return _error(400, str(error))
     log.error("A request failed.", exc_info=error)
     return _error(400, f"{path}: the request is not one of this protocol ({type(error).__name__}: {error}).")
@@ -92,7 +93,7 @@ def _error(status: int, text: str) -> web.Response:
 async def _verb(request: web.Request) -> web.Response:
     """Answer a request of `VERBS`, whose name is also that of the service's method."""
     verb = request.path.rpartition("/")[2]
-    answer = call(getattr(request.app[SERVICE], verb), await request.json(), verb)
+    answer = call(getattr(request.app[SERVICE], verb), read_json(await request.read()), verb)
     return web.json_response(await answer if inspect.isawaitable(answer) else answer)
 
 
@@ -102,7 +103,7 @@ async def _forward_backward(request: web.Request) -> web.Response:
 
 
 async def _retrieve_future(request: web.Request) -> web.Response:
-    promise = call(request.app[SERVICE].promise, body := await request.json(), "retrieve_future")
+    promise = call(request.app[SERVICE].promise, body := read_json(await request.read()), "retrieve_future")
     outcome = asyncio.wrap_future(promise.outcome)
     # the client gets an error, which asyncio would log if nobody took it
     outcome.add_done_callback(lambda done: done.cancelled() or done.exception())

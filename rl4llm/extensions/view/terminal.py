@@ -124,7 +124,7 @@ def _episode(run: ViewedRun, one: Mapping[str, Any]) -> Iterator[str | Text]:
     yield Text(visible(f"{run.name}: {one['why']}"), style="bold")
     for message in dicts_in(episode.get("messages")):
         asks = message.get("role") != "tool"  # a tool's message has the call that it answers
-        calls = [f"calls {json.dumps(call)}" for call in message.get("tool_calls") or () if asks]
+        calls = [f"calls {json.dumps(call)}" for call in dicts_in(message.get("tool_calls")) if asks]
         said = "\n".join([*filter(None, [str(message.get("content") or "")]), *calls])
         yield f"{message.get('role')}: {_short(said)}"
     yield f"reward {episode.get('reward')}, {episode.get('stop_reason')}\n"

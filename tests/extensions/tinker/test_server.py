@@ -34,11 +34,11 @@ from rl4llm.algorithms.gspo import GSPOToken
 from rl4llm.algorithms.sft import SFT
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.cli import main
-from rl4llm.core.errors import DataError
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.tinker import server as http
 from rl4llm.extensions.tinker import service
-from rl4llm.extensions.tinker.messages import COMPILED, message, tensor_of
+from rl4llm.extensions.tinker.messages import COMPILED, message, read_forward_backward, tensor_of
 from rl4llm.extensions.tinker.models import Shape
 from rl4llm.extensions.tinker.sampling import params_of
 from rl4llm.extensions.tinker.store import run_of
@@ -488,6 +488,13 @@ def test_shapes_are_checked_before_tensors_are_built(targets):
         tensor_of("targets", targets, 3)
 
 
+def test_the_numbers_of_a_request_are_bounded_together():
+    targets = message("Tensor", dtype=2, shape=[1 << 20, 128], sparse=message("Sparse"))
+    request = message("Request", data=[message("Datum", inputs={"targets": targets})])
+    with pytest.raises(DataError, match="134,217,728 numbers"):
+        read_forward_backward(request)
+
+
 @pytest.mark.parametrize(
     "number", ["x/../../thesis", "1", 1.5, 1e30, math.nan, True, -1, 2**64, [1], "9" * 300]
 )
@@ -733,6 +740,8 @@ def test_an_empty_list_of_stops_never_stops():
     params = {name: params_of({"stop": stop}, 8) for name, stop in stops.items()}
     assert [name for name, one in params.items() if one.ignore_eos] == ["never"]
     assert params["id"].stop_token_ids == (3,) and params["text"].stop == ("None",)
+    with pytest.raises(ConfigError, match="65 items"):
+        params_of({"stop": ["a"] * 65}, 8)
 
 
 def test_a_stop_ends_a_sample_and_is_its_last_token(client):
@@ -741,6 +750,8 @@ def test_a_stop_ends_a_sample_and_is_its_last_token(client):
     stopped = client.sample(sampler, 1, prompt, params={"temperature": 0.0, "stop": [free.tokens[0][2]]})
     assert stopped.tokens[0] == free.tokens[0][: free.tokens[0].index(free.tokens[0][2]) + 1]
     assert stopped.stops == ["stop"] and free.stops == ["length"]
+    surrogate = client.sample(sampler, 2, prompt, params={"temperature": 0.0, "stop": "\ud800"})
+    assert surrogate.tokens == free.tokens  # it once failed the samples of all clients
 
 
 def test_adapters_share_the_tensors_of_their_base(server, client):
