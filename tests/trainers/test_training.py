@@ -169,7 +169,7 @@ def test_log_probs_use_the_temperature_of_the_samples(model_dir, tmp_path, old_l
     algorithm = {"name": "dapo", "resampling_rounds": 0, "kl_coef": 0.1, "old_logprobs": old_logprobs}
     training = {
         "lr": 0.0,
-        "epochs": 2,
+        "passes_per_rollout": 2,
     }  # several updates recompute before the first, and weights stay as they are
     options = {
         "algorithm": algorithm,
@@ -479,20 +479,20 @@ def test_other_prompts_or_rewards_make_another_run(model_dir, tmp_path):
             trainer(model_dir, tmp_path, max_steps=2, **change)
 
 
-def test_passes_and_updates_are_optimizer_steps(model_dir, tmp_path):
+def test_updates_of_a_step_are_optimizer_steps(model_dir, tmp_path):
     conversation = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Answer: 85"}]
     path = tmp_path / "chats.jsonl"
     path.write_text((json.dumps({"messages": conversation}) + "\n") * 8)
     overrides = [
         f"model.path={model_dir}", f"data.path={path}", f"output.dir={tmp_path / 'run'}", "algorithm.name=sft",
-        "rollout.prompts=4", "training.updates_per_rollout=2", "training.passes_per_rollout=3", "training.lr=1e-3",
+        "rollout.prompts=4", "training.updates_per_rollout=2", "training.lr=1e-3",
         "training.schedule=linear", "max_steps=2", "eval.every=0",
     ]  # fmt: skip
     with build_trainer(load_config(overrides=overrides)) as loop:
         loop.train()
-        assert loop.backend._optimizer.step_number == 12
-    last_six = [1e-3 * left / 12 for left in range(6, 0, -1)]
-    assert metrics(tmp_path / "run")[-1]["lr"] == pytest.approx(sum(last_six) / 6)
+        assert loop.backend._optimizer.step_number == 4
+    last = [1e-3 * left / 4 for left in (2, 1)]
+    assert metrics(tmp_path / "run")[-1]["lr"] == pytest.approx(sum(last) / 2)
 
 
 def test_ctrl_c_finishes_the_step_and_the_same_call_resumes(model_dir, tmp_path):
