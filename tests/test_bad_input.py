@@ -42,7 +42,8 @@ wrong path      | eval small.yaml --compare nowhere.json           | --compare n
 wrong path      | grade nowhere.jsonl                              | The dataset 'nowhere.jsonl' does not exist
 wrong path      | export nowhere --out x                           | nowhere is not a run
 wrong path      | view nowhere                                     | 'nowhere' does not exist
-wrong path      | run nowhere.py                                   | nowhere.py is not a file. Accepted: a Python script
+wrong path      | run nowhere.py                                   | nowhere.py is not a file of Python
+wrong path      | run small.yaml                                   | small.yaml is not a file of Python
 wrong path      | recipe quickstart --dir small.yaml                      | small.yaml
 wrong path      | import nowhere.yaml                              | The file nowhere.yaml does not exist
 another version | import damaged.yaml                              | damaged.yaml cannot be read

@@ -23,8 +23,8 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not arguments.script.is_file():
-        raise ConfigError(f"{arguments.script} is not a file. Accepted: a Python script.")
+    if not arguments.script.is_file() or arguments.script.suffix not in ("", ".py"):  # JSON is Python too
+        raise ConfigError(f"{arguments.script} is not a file of Python.")
     from rl4llm.extensions.trl.run import run_script
 
     run_script(arguments.script, arguments.arguments, push=not arguments.no_push)

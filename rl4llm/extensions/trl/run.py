@@ -12,6 +12,7 @@ from pathlib import Path
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions import trl
 from rl4llm.extensions.trl import attributes, stand_in
+from rl4llm.extensions.trl.table import TABLES, Alias
 
 EXTRAS = {"peft": "'rl4llm[lora]'", "accelerate": "accelerate", "math_verify": "math-verify"}
 """What to install for a package that a script imports."""
@@ -29,6 +30,8 @@ def run_script(path: Path, arguments: Sequence[str], *, push: bool = True) -> No
     if not push:
         attributes.KNOWN["push_to_hub"] = lambda _: lambda *args, **options: None
         attributes.NOT_HERE.pop("push_to_hub", None)
+        for table in TABLES.values():
+            table["push_to_hub"] = Alias("inert", False, "--no-push skips it")
     stand_in.install()
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent.resolve()))
@@ -63,6 +66,8 @@ def objections(path: Path, *, push: bool) -> Iterator[str]:
 
 
 def _missing(package: str) -> str:
+    if package == "unsloth":
+        return "unsloth changes trl itself. Use AutoModelForCausalLM and a LoraConfig of peft instead."
     return f"needs the package {package!r}, which is not installed. Next: pip install {EXTRAS.get(package, package)}."
 
 

@@ -279,6 +279,7 @@ def test_quantized_weights_are_refused():
     ("from trl.experimental.online_dpo import OnlineDPOTrainer", "trl.experimental.online_dpo has no counterpart"),
     ("from trl import PPOConfig", "trl.PPOConfig has no counterpart .* algorithm.critic_lr"),
     ("trainer.push_to_hub(dataset_name='a')", "script.py:1: push_to_hub has no counterpart: .* --no-push"),
+    ("from unsloth import FastLanguageModel", "script.py:1: unsloth changes trl itself"),
     ("this is no script", "is not a Python script: invalid syntax"),
     ("import a_package_that_nobody_has", "needs the package 'a_package_that_nobody_has', which is not installed"),
 ])  # fmt: skip
