@@ -174,7 +174,7 @@ ENVS = _of(
     ("failed_samples_left_out", "rollout.py", "            if sample.failure is None\n        }",
      "            if sample.policy_spans\n        }",
      "test_rollout.py::test_a_failed_sample_is_left_out_and_never_scored"),
-    ("share_of_failures", "stream.py", "if causes.total() > max_failed_share * len(episodes):",
+    ("share_of_failures", "rollout.py", "if causes.total() > max_failed_share * len(episodes):",
      "if causes.total() > len(episodes):", "test_rollout.py::test_too_many_failures_stop_the_run_and_name_the_cause"),
     ("authorship", "policy.py", "if content.strip() in (text.strip() for text in texts):", "if content.strip():",
      "test_rollout.py::test_loop_that_edits_sampled_text_fails_with_advice"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ import torch
 from rl4llm.core.base_reward import BaseRewardFunction, RewardExample, RewardTransform, Score
 from rl4llm.core.errors import ConfigError, DataError, EnvError, unknown
 from rl4llm.core.player import LLM, Player, are_messages
-from rl4llm.core.sample import EnvState, EpisodeState, Line, SampleState, Special, messages_of
+from rl4llm.core.sample import EnvState, EpisodeState, Line, SampleState, Special, messages_of, pool_of
 from rl4llm.core.schema import Count
 from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.runtime.seeds import derive_seed
 
 __all__ = [
     "LLM",
@@ -142,6 +144,26 @@ class BaseMDPEnv(Player):
                 where = f"{type(self).__name__}.opening({role!r})"
                 raise EnvError(f"{where} must return a list of ChatMessage, not {messages!r:.200}")
         return {role: list(messages) for role, messages in found.items()}
+
+    def begin_episode(
+        self, row: int, index: int, special: Special, seed: int, step: int
+    ) -> list[SampleState]:
+        """Return the samples of a new episode of one of the dataset's rows, one for each of the policy's roles."""
+        columns = dict(self.dataset[row])
+        pool = pool_of(columns, self.pool_column)
+        columns["messages"] = task = messages_of(columns["messages"])
+        openings = self.openings(columns)
+        del columns["messages"]
+        prompt_id, ground_truth = str(columns.pop("prompt_id", row)), columns.pop("ground_truth", None)
+        prompt_id = f"{special.part}/{prompt_id}" if special.part else prompt_id
+        special = replace(special, part=pool) if pool else special
+        alone = SampleState(prompt_id, index, openings.get("", []), ground_truth, columns, special=special)
+        if not any(openings):
+            return [alone]
+        episode = EpisodeState(task, derive_seed(seed, step, prompt_id, index))
+        for role, messages in openings.items():
+            episode.seat(role, messages, like=alone)
+        return [episode.seats[role] for role in self.policy_roles]
 
     def respond(
         self, sample: SampleState

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from rl4llm.envs.rollout import Rollout, RolloutResult
-from rl4llm.envs.stream import Episodes, check_failures, play_together
+from rl4llm.envs.rollout import Episodes, Rollout, RolloutResult, check_failures, play_together
 
 
 class MixedRollout:

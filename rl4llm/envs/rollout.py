@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv
-from rl4llm.core.errors import EnvError, RL4LLMError
+from rl4llm.core.errors import EnvError, RL4LLMError, TooManyFailuresError
 from rl4llm.core.sample import EnvState, SampleState, Special, group_of, trajectory_of
 from rl4llm.core.types import Group, SamplingParams, Trajectory
 from rl4llm.data.render import Renderer
 from rl4llm.data.thoughts import kept_thoughts
 from rl4llm.envs.policy import PolicyLLM
-from rl4llm.envs.stream import Episodes, begin_episode, check_failures, check_turns, play_together
 from rl4llm.rewards.scoring import combine, earn, successes
 from rl4llm.runtime.raised import raised
 from rl4llm.runtime.runner import Runner
 from rl4llm.runtime.threads import OneThread, in_own_thread, result_of
 
 T = TypeVar("T")
-logger = logging.getLogger("rl4llm.envs")
+Episode = list[SampleState]
+"""A sample for each role that the policy plays: one unless the environment has several roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,6 @@ class Rollout:
         self._renderer = renderer or Renderer.of(env, env.tokenizer)
         self._seed = env.seed if seed is None else seed
         self._sampling = dict(sampling or {})
-        self._warned = False
 
     @property
     def num_rows(self) -> int:
@@ -156,9 +154,7 @@ class Rollout:
         seen = Counter({row: count * len(kinds) for row, count in (earlier or {}).items()})
         for row in rows:  # a row may come twice; its samples must differ
             for index, special in enumerate(kinds, first_index + seen[row]):
-                begin.append(
-                    partial(begin_episode, self.env, row, index, special, seed=self._seed, step=step)
-                )
+                begin.append(partial(self.env.begin_episode, row, index, special, self._seed, step))
             seen[row] += len(kinds)
         params, at_once = sampling_params.replace(**self._sampling), len(kinds)
         if self.plays_whole:
@@ -174,16 +170,10 @@ class Rollout:
         llm.begin(state.sample_states)
         return llm
 
-    async def interact(self, state: EnvState, llm: PolicyLLM, sampling_params: SamplingParams) -> None:
-        """Play episodes with the environment's interaction loop; a loop of a user runs in a separate thread."""
-        env = self.env
-        with naming(env):
-            if self.plays_whole:
-                self._loops = self._loops or OneThread("rl4llm-env")
-                loop = partial(env._run_interaction_loop, state, llm, sampling_params)
-                await result_of(self._loops.put(loop))
-            else:
-                await env._run_episodes(state, llm, env.turn_params(sampling_params))
+    async def in_loop_thread(self, loop: Callable[[], EnvState]) -> None:
+        """Run an interaction loop of a user in the thread that all of them share."""
+        self._loops = self._loops or OneThread("rl4llm-env")
+        await result_of(self._loops.put(loop))
 
     async def score(self, unit: Episodes) -> None:
         """Run the rewards over a unit that has been played, in a separate thread, while others play.
@@ -209,7 +199,6 @@ class Rollout:
         self._earn(played)
         samples = _attempts(played)
         scores = combine(samples, self.env.reward_functions, self.env.reward_transform_fn)
-        self._warn_of_no_reward(samples)
         for sample in samples:
             check_turns(self.env, sample)
             if counts := self._counts(sample):
@@ -220,14 +209,11 @@ class Rollout:
             for i, (sample, reward) in enumerate(zip(samples, scores.reward.tolist(), strict=True))
             if sample.failure is None
         }
-        for name, trajectory in trajectories.items():
+        for key, one in trajectories.items():
             won = successes(
-                self.env.reward_functions,
-                trajectory.rewards,
-                reward=trajectory.reward,
-                success_at=self.env.success_at,
+                self.env.reward_functions, one.rewards, reward=one.reward, success_at=self.env.success_at
             )
-            trajectories[name] = replace(trajectory, successes=won)
+            trajectories[key] = replace(one, successes=won)
         groups = [
             group_of(of_role, trajectories, frozen=of_role[0].role in self.env.frozen)
             for unit in played
@@ -240,19 +226,6 @@ class Rollout:
 
     def _earn(self, played: Sequence[Episodes]) -> None:
         earn([one for one in _attempts(played) if one.rewards is None], self.env.reward_functions)
-
-    def _warn_of_no_reward(self, samples: Sequence[SampleState]) -> None:
-        """Log once if no reward is set and the environment rewarded no turn of any sample."""
-        if self._warned or self.env.reward_functions or not samples:
-            return
-        self._warned = not any(sample.turn_rewards for sample in samples)
-        if self._warned:
-            logger.warning(
-                "%s rewarded no turn in %d episodes, and there is no other reward: nothing can be learned from them. "
-                "Next: set rewards, or call sample.reward_turn.",
-                type(self.env).__name__,
-                len(samples),
-            )
 
     def _counts(self, sample: SampleState) -> dict[str, int]:
         """Count the special tokens in the text of others, and tokens of thoughts that the template would have dropped."""
@@ -281,13 +254,142 @@ def _attempts(played: Sequence[Episodes]) -> list[SampleState]:
     return [one for unit in played for one in unit.samples if one.failure is not None or one.policy_spans]
 
 
-@contextmanager
-def naming(env: BaseMDPEnv) -> Iterator[None]:
-    """Name the environment in an error of its interaction loop."""
+@dataclass(slots=True, eq=False)
+class Episodes:
+    """The episodes of one prompt, or of several if the environment has its own interaction loop, and what begins them.
+
+    The `size` episodes of a prompt are consecutive. `outcome` is set when all have been played and scored.
+    """
+
+    rollout: Rollout
+    begin: Sequence[Callable[[], Episode]]
+    size: int
+    step: int
+    sampling_params: SamplingParams
+    all: list[Episode] = field(init=False)
+    outcome: Future[None] = field(default_factory=Future)
+    _llm: PolicyLLM | None = None
+
+    def __post_init__(self) -> None:
+        self.all = [begin() for begin in self.begin]
+
+    @property
+    def samples(self) -> list[SampleState]:
+        return [sample for episode in self.all for sample in episode]
+
+    def by_role(self) -> Iterator[Sequence[SampleState]]:
+        """Yield the samples of each role for each draw of a prompt, which become a group."""
+        for first in range(0, len(self.all), self.size):
+            yield from zip(*self.all[first : first + self.size], strict=True)
+
+    async def announce(self) -> None:
+        """Announce all episodes to the engine, which may wait for them from now on."""
+        state = EnvState(self.samples, self.step)
+        self._llm = self.rollout.policy(state)
+        if not self.rollout.plays_whole:
+            for sample in state.episodes:
+                await self._llm.open(sample)
+
+    async def play(self) -> None:
+        """Play all announced episodes, then once more those that failed, from their seed, and score them."""
+        rollout, env, llm = self.rollout, self.rollout.env, self._llm
+        episodes = self.all
+        while episodes:
+            state = EnvState([sample for episode in episodes for sample in episode], self.step)
+            llm = llm or rollout.policy(state)
+            try:
+                if rollout.plays_whole:
+                    loop = partial(env._run_interaction_loop, state, llm, self.sampling_params)
+                    await rollout.in_loop_thread(loop)
+                else:
+                    await env._run_episodes(state, llm, env.turn_params(self.sampling_params))
+            except RL4LLMError:
+                raise
+            except Exception as error:
+                raise EnvError(raised(f"{type(env).__name__}._run_interaction_loop", error)) from error
+            finally:
+                await llm.end()
+            for episode in episodes:
+                _finish(env, episode)
+            episodes, llm = self._restart(), None
+        await rollout.score(self)
+        self.outcome.set_result(None)
+
+    def _restart(self) -> list[Episode]:
+        """Return new episodes in place of those that failed for the first time."""
+        again = []
+        for number, episode in enumerate(self.all):
+            if _failed(episode) and "played_again_after" not in episode[0].extras:
+                self.all[number] = self.begin[number]()
+                again.append(self.all[number])
+                for sample in again[-1]:
+                    sample.extras["played_again_after"] = episode[0].failure_class
+        return again
+
+
+async def play_together(units: Sequence[Episodes]) -> None:
+    """Play all episodes at once, after announcing all of them to the engine; interaction loops of users follow one by one.
+
+    The first error ends all of them, and is that of each unit that has not been played.
+    """
+    units = [unit for unit in units if not unit.outcome.done()]  # a checkpoint may have brought the others
+    by_users = [unit for unit in units if unit.rollout.plays_whole]
     try:
-        yield
-    except RL4LLMError:
-        raise
-    except Exception as error:
-        where = f"{type(env).__name__}._run_interaction_loop"
-        raise EnvError(raised(where, error)) from error
+        for unit in units:
+            await unit.announce()
+        async with asyncio.TaskGroup() as playing:
+            for unit in units:
+                if unit not in by_users:
+                    playing.create_task(unit.play())
+        for unit in by_users:
+            await unit.play()
+    except BaseException as error:  # noqa: BLE001 - raised again, here and where an outcome is awaited
+        cause = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+        for unit in units:
+            if not unit.outcome.done():
+                unit.outcome.set_exception(cause)
+        raise cause from None
+
+
+def _finish(env: BaseMDPEnv, episode: Episode) -> None:
+    """Finish an episode that has been played, or fail it if the environment broke its contract."""
+    if not _failed(episode) and not any(sample.policy_spans for sample in episode):
+        new = (message for sample in episode for message in sample.messages[sample.init_msg_size :])
+        problem = "before the policy took a turn"
+        if any(message.role == "assistant" for message in new):
+            problem = "without the sampled text as an assistant message; append it unchanged"
+        episode[0].fail(f"{type(env).__name__} ended the episode {problem}", "env/contract")
+    for sample in episode:
+        check_turns(env, sample)
+        sample.finish("done")  # unless it has another reason; a level-3 loop may give none
+
+
+def check_turns(env: BaseMDPEnv, sample: SampleState) -> None:
+    """Fail a sample if a turn was rewarded that the policy did not take."""
+    rewarded = sample.turn_rewards and max(sample.turn_rewards) >= sample.num_turns
+    if sample.failure is None and rewarded:
+        what = f"{type(env).__name__} rewarded a turn that the policy did not take"
+        sample.fail(what, "env/contract")
+
+
+def check_failures(episodes: Sequence[Episode], max_failed_share: float) -> None:
+    """Raise TooManyFailuresError, with the three most frequent causes, if more than the allowed share failed."""
+    failed = [episode for episode in episodes if _failed(episode)]
+    causes = Counter(_cause(episode[0]) for episode in failed)
+    examples = {_cause(episode[0]): episode[0].failure for episode in reversed(failed)}
+    if causes.total() > max_failed_share * len(episodes):
+        most = "; ".join(f"{count} x {cause}: {examples[cause]}" for cause, count in causes.most_common(3))
+        raise TooManyFailuresError(
+            f"{causes.total()} of {len(episodes)} episodes failed, more than rollout.max_failed_share="
+            f"{max_failed_share:g} allows. Most frequent: {most}.",
+            [sample for episode in failed for sample in episode],
+        )
+
+
+def _cause(sample: SampleState) -> str:
+    part = sample.special.part
+    return f"{part}: {sample.failure_class}" if part else sample.failure_class
+
+
+def _failed(episode: Episode) -> bool:
+    return any(sample.failure is not None for sample in episode)

@@ -15,7 +15,8 @@ from rl4llm.core.sample import EpisodeState, Line, SampleState
 from rl4llm.core.types import ChatMessage, TokenSpan
 
 if TYPE_CHECKING:
-    from rl4llm.envs.stream import Episodes, Round
+    from rl4llm.envs.rollout import Episodes
+    from rl4llm.envs.stream import Round
 
 PLAIN = (
     "init_msg_size", "current_step", "done", "stop_reason", "failure", "failure_class", "extras", "session",

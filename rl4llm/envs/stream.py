@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from rl4llm.core.base_env import BaseMDPEnv
-from rl4llm.core.errors import TooManyFailuresError
-from rl4llm.core.sample import EnvState, EpisodeState, SampleState, Special, messages_of, pool_of
-from rl4llm.core.types import SamplingParams
 from rl4llm.data.prompts import PromptStream
-from rl4llm.envs.policy import PolicyLLM
+from rl4llm.envs.rollout import Episodes, Rollout, play_together
 from rl4llm.runtime.runner import Runner, Running, end_all
-from rl4llm.runtime.seeds import derive_seed
 
 if TYPE_CHECKING:
     from rl4llm.data.mixture import MixedPrompts
     from rl4llm.envs.mixture import MixedRollout
-    from rl4llm.envs.rollout import Rollout
-
-Episode = list[SampleState]
-"""A sample for each role that the policy plays: one unless the environment has several roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +94,25 @@ class GroupStream:
         """Draw `total` prompts, and start the episodes of this rank's share."""
         self._number, self._refill = self._number + 1, 0
         self.rounds.append(self._draw(total))
-        self._start()
+        self.rounds[-1].running = self._runner.start(play_together(self.rounds[-1].units))
 
     def take(self, total: int) -> tuple[list[int], list[Episodes]]:
         """Return the rows and episodes of this rank among the oldest `total` draws, when they have been played.
 
         Missing draws are a refill of the last round, and begin now. Raises the error that ended one of their rounds.
         """
-        self._start()
+        self._begin()
         rows: list[int] = []
         units: list[Episodes] = []
         while total:
             if not self.rounds or (self._rollout.plays_whole and total < self.rounds[0].left):
                 self._refill += 1
                 self.rounds.appendleft(self._draw(total))
-                self._start()
+                self._begin()
             oldest = self.rounds[0]
             count = min(total, oldest.left)
             own_rows, own_units = oldest.take(count)
-            running = cast("Running[None]", oldest.running)  # `_start` began it
+            running = cast("Running[None]", oldest.running)  # `_begin` began it
             running.wait([unit.outcome for unit in own_units])
             for unit in own_units:
                 (unit.outcome if unit.outcome.done() else running.outcome).result()
@@ -165,12 +154,11 @@ class GroupStream:
     def _running(self) -> list[Running[None]]:
         return [one.running for one in self.rounds if one.running is not None]
 
-    def _start(self) -> None:
-        """Begin the episodes of new rounds, except those that have been played."""
+    def _begin(self) -> None:
+        """Begin the episodes of a refill, and of the rounds that a checkpoint brought."""
         for one in self.rounds:
             if one.running is None:
-                left = [unit for unit in one.units if not unit.outcome.done()]
-                one.running = self._runner.start(play_together(left))
+                one.running = self._runner.start(play_together(one.units))
 
     def _draw(self, total: int) -> Round:
         prompts = self._prompts
@@ -182,149 +170,3 @@ class GroupStream:
         )
         first = total * prompts.rank // prompts.world_size
         return Round(self._number, cursor, total, first, rows, units)
-
-
-@dataclass(slots=True, eq=False)
-class Episodes:
-    """The episodes of one prompt, or of several if the environment has its own interaction loop, and what begins them.
-
-    The `size` episodes of a prompt are consecutive. `outcome` is set when all have been played and scored.
-    """
-
-    rollout: Rollout
-    begin: Sequence[Callable[[], Episode]]
-    size: int
-    step: int
-    sampling_params: SamplingParams
-    all: list[Episode] = field(init=False)
-    outcome: Future[None] = field(default_factory=Future)
-    _llm: PolicyLLM | None = None
-
-    def __post_init__(self) -> None:
-        self.all = [begin() for begin in self.begin]
-
-    @property
-    def samples(self) -> list[SampleState]:
-        return [sample for episode in self.all for sample in episode]
-
-    def by_role(self) -> Iterator[Sequence[SampleState]]:
-        """Yield the samples of each role for each draw of a prompt, which become a group."""
-        for first in range(0, len(self.all), self.size):
-            yield from zip(*self.all[first : first + self.size], strict=True)
-
-    async def announce(self) -> None:
-        """Announce all episodes to the engine, which may wait for them from now on."""
-        state = EnvState(self.samples, self.step)
-        self._llm = self.rollout.policy(state)
-        if not self.rollout.plays_whole:
-            for sample in state.episodes:
-                await self._llm.open(sample)
-
-    async def play(self) -> None:
-        """Play all announced episodes, then once more those that failed, from their seed, and score them."""
-        assert self._llm is not None  # they were announced
-        await self._play(self.all, self._llm)
-        failed = [number for number, episode in enumerate(self.all) if _failed(episode)]
-        for number in failed:
-            first_failure = self.all[number][0].failure_class
-            self.all[number] = self.begin[number]()
-            for sample in self.all[number]:
-                sample.extras["played_again_after"] = first_failure
-        if again := [self.all[number] for number in failed]:
-            samples = [sample for episode in again for sample in episode]
-            await self._play(again, self.rollout.policy(EnvState(samples, self.step)))
-        await self.rollout.score(self)
-        self.outcome.set_result(None)
-
-    async def _play(self, episodes: Sequence[Episode], llm: PolicyLLM) -> None:
-        samples = [sample for episode in episodes for sample in episode]
-        try:
-            await self.rollout.interact(EnvState(samples, self.step), llm, self.sampling_params)
-        finally:
-            await llm.end()
-        name = type(self.rollout.env).__name__
-        for episode in episodes:
-            if not _failed(episode) and not any(sample.policy_spans for sample in episode):
-                new = (message for sample in episode for message in sample.messages[sample.init_msg_size :])
-                problem = "before the policy took a turn"
-                if any(message.role == "assistant" for message in new):
-                    problem = "without the sampled text as an assistant message; append it unchanged"
-                episode[0].fail(f"{name} ended the episode {problem}", "env/contract")
-            for sample in episode:
-                check_turns(self.rollout.env, sample)
-                sample.finish("done")  # unless it has another reason; a level-3 loop may give none
-
-
-async def play_together(units: Sequence[Episodes]) -> None:
-    """Play all episodes at once, after announcing all of them to the engine; interaction loops of users follow one by one.
-
-    The first error ends all of them, and is that of each unit that has not been played.
-    """
-    by_users = [unit for unit in units if unit.rollout.plays_whole]
-    try:
-        for unit in units:
-            await unit.announce()
-        async with asyncio.TaskGroup() as playing:
-            for unit in units:
-                if unit not in by_users:
-                    playing.create_task(unit.play())
-        for unit in by_users:
-            await unit.play()
-    except BaseException as error:  # noqa: BLE001 - raised again, here and where an outcome is awaited
-        cause = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
-        for unit in units:
-            if not unit.outcome.done():
-                unit.outcome.set_exception(cause)
-        raise cause from None
-
-
-def begin_episode(
-    env: BaseMDPEnv, row: int, index: int, special: Special, *, seed: int, step: int
-) -> Episode:
-    """Return the samples of a new episode of one of the dataset's rows, one for each of the policy's roles."""
-    columns = dict(env.dataset[row])
-    pool = pool_of(columns, env.pool_column)
-    columns["messages"] = task = messages_of(columns["messages"])
-    openings = env.openings(columns)
-    del columns["messages"]
-    prompt_id, ground_truth = str(columns.pop("prompt_id", row)), columns.pop("ground_truth", None)
-    prompt_id = f"{special.part}/{prompt_id}" if special.part else prompt_id
-    special = replace(special, part=pool) if pool else special
-    alone = SampleState(prompt_id, index, openings.get("", []), ground_truth, columns, special=special)
-    if not any(openings):
-        return [alone]
-    episode = EpisodeState(task, derive_seed(seed, step, prompt_id, index))
-    for role, messages in openings.items():
-        episode.seat(role, messages, like=alone)
-    return [episode.seats[role] for role in env.policy_roles]
-
-
-def check_turns(env: BaseMDPEnv, sample: SampleState) -> None:
-    """Fail a sample if a turn was rewarded that the policy did not take."""
-    rewarded = sample.turn_rewards and max(sample.turn_rewards) >= sample.num_turns
-    if sample.failure is None and rewarded:
-        what = f"{type(env).__name__} rewarded a turn that the policy did not take"
-        sample.fail(what, "env/contract")
-
-
-def check_failures(episodes: Sequence[Episode], max_failed_share: float) -> None:
-    """Raise TooManyFailuresError, with the three most frequent causes, if more than the allowed share failed."""
-    failed = [episode for episode in episodes if _failed(episode)]
-    causes = Counter(_cause(episode[0]) for episode in failed)
-    examples = {_cause(episode[0]): episode[0].failure for episode in reversed(failed)}
-    if causes.total() > max_failed_share * len(episodes):
-        most = "; ".join(f"{count} x {cause}: {examples[cause]}" for cause, count in causes.most_common(3))
-        raise TooManyFailuresError(
-            f"{causes.total()} of {len(episodes)} episodes failed, more than rollout.max_failed_share="
-            f"{max_failed_share:g} allows. Most frequent: {most}.",
-            [sample for episode in failed for sample in episode],
-        )
-
-
-def _cause(sample: SampleState) -> str:
-    part = sample.special.part
-    return f"{part}: {sample.failure_class}" if part else sample.failure_class
-
-
-def _failed(episode: Episode) -> bool:
-    return any(sample.failure is not None for sample in episode)

@@ -8,6 +8,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Self, TypeVar
@@ -68,7 +69,8 @@ class Runner:
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
         """Begin a coroutine, and return at once."""
-        running = Running(coroutine)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        running = Running(coroutine, contextvars.copy_context(), device)
         with self._changes:
             if self._loop is None:
                 self._loop = self._thread.put(self._runner.get_loop).result()
@@ -89,8 +91,12 @@ class Runner:
         """Cancel what still runs, and close the event loop."""
         self._lost = not end_all(tuple(self._running)) or self._lost
         if self._end.alive and not self._lost:
-            self._thread.put(self._runner.close).result()
+            self._thread.put(self._close_loop).result()
         self._end()
+
+    def _close_loop(self) -> None:
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # a task's own, which `_turn` already raised
+            self._runner.close()
 
     def _turn(self, loop: asyncio.AbstractEventLoop, device: int) -> None:
         """Run the loop until no coroutine is left."""
@@ -113,25 +119,28 @@ class Runner:
                 self._loop.stop()
 
 
+@dataclass(slots=True, eq=False)
 class Running(Generic[T]):
     """A coroutine that a `Runner` has begun, with what surrounds its caller.
 
     Whoever waits for it runs what no other thread may run, see `in_caller`.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T]):
-        self.outcome: Future[T] = Future()
-        self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        self._coroutine = coroutine
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._context = contextvars.copy_context()
-        self._context.run(_calls.set, self._calls)
-        self._task: asyncio.Task[None] | None = None
-        self._cancelled = False
+    coroutine: Coroutine[Any, Any, T]
+    context: contextvars.Context
+    device: int
+    outcome: Future[T] = field(default_factory=Future)
+    _calls: SimpleQueue[Callable[[], None] | None] = field(default_factory=SimpleQueue)
+    _task: asyncio.Task[T] | None = None
+    _cancelled: bool = False
 
     def begin(self, over: Callable[[Running[Any]], None]) -> None:
         """Create the task in the running event loop, which calls `over` when it has ended."""
-        self._task = asyncio.get_running_loop().create_task(self._main(over), context=self._context)
+        self.context.run(_calls.set, self._calls)
+        self._task = asyncio.get_running_loop().create_task(self.coroutine, context=self.context)
+        self._task.add_done_callback(partial(self._end, over))
+        if self._cancelled:
+            self._task.cancel()
 
     def wait(self, outcomes: Sequence[Future[Any]]) -> None:
         """Return when all of these have their results, which the coroutine or its tasks set, or the coroutine has ended."""
@@ -148,18 +157,16 @@ class Running(Generic[T]):
         if (task := self._task) is not None:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
-    async def _main(self, over: Callable[[Running[Any]], None]) -> None:
-        try:
-            if self._cancelled:
-                self._coroutine.close()
-                raise asyncio.CancelledError
-            result = await self._coroutine
-        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
-            over(self)
+    def _end(self, over: Callable[[Running[Any]], None], task: asyncio.Task[T]) -> None:
+        over(self)
+        if self.outcome.done():  # the loop itself ended, see `Runner._turn`
+            return
+        if task.cancelled():
+            self.outcome.set_exception(asyncio.CancelledError())
+        elif error := task.exception():
             self.outcome.set_exception(error)
         else:
-            over(self)
-            self.outcome.set_result(result)
+            self.outcome.set_result(task.result())
 
     def _next_call(self) -> Callable[[], None] | None:
         """Wait for a function to call; return None when something has ended."""

@@ -11,7 +11,6 @@ from rl4llm.core.errors import EnvError, RL4LLMError
 from rl4llm.core.types import ChatMessage, SamplingParams, Trajectory, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout, RolloutResult
-from rl4llm.envs.stream import begin_episode
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.envs.tools.trial import tool_failures
 from rl4llm.runtime.runner import Runner, run
@@ -118,7 +117,7 @@ class _EnvCheck:
         """Call each tool once. It runs first, since its message on a broken tool is the shortest."""
         if not isinstance(self.env, ToolMDPEnv) or not self.rows:
             return
-        (sample,) = begin_episode(self.env, self.rows[0], 0, Special(), seed=self.env.seed, step=0)
+        (sample,) = self.env.begin_episode(self.rows[0], 0, Special(), seed=self.env.seed, step=0)
         failures = run(tool_failures(self.env, sample))
         law = "each tool, called with arguments made from its schema, answers or raises ToolError"
         self.demand(not failures, law, "; ".join(failures))

@@ -18,9 +18,8 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import ConfigError, EnvError, UnreachableError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
-from rl4llm.envs.rollout import Rollout
+from rl4llm.envs.rollout import Rollout, play_together
 from rl4llm.envs.stored import dump, take_over
-from rl4llm.envs.stream import play_together
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import RewardFailure
 from rl4llm.runtime.runner import Runner
@@ -614,14 +613,6 @@ def test_without_rewards_an_episode_earns_what_its_turns_do(play_scripted, token
     earned = {item.prompt_id: (item.rewards, item.reward, item.success) for item in result.trajectories}
     assert earned == {"p0": ({}, 2.0, True), "p1": ({}, 1.0, False)}
     assert caplog.messages == []
-
-
-def test_rollout_warns_once_if_nothing_rewards_anything(play_scripted, tokenizer, caplog):
-    result = play_scripted(ThreeTurns, ScriptedClient(tokenizer, {"": ["a"]}), rewards=[], group_size=1)
-    assert {item.reward for item in result.trajectories} == {0.0}
-    assert {item.success for item in result.trajectories} == {None}
-    (warning,) = caplog.messages
-    assert warning.startswith("ThreeTurns rewarded no turn in 2 episodes, and there is no other reward")
 
 
 HANGS_FOREVER = """

@@ -19,9 +19,8 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.images import Picture
 from rl4llm.core.types import SamplingParams, WeightRef, images_of
 from rl4llm.data.pack import totals_of
-from rl4llm.envs.rollout import Rollout
+from rl4llm.envs.rollout import Rollout, play_together
 from rl4llm.envs.stored import dump, take_over
-from rl4llm.envs.stream import play_together
 from rl4llm.inference.local import LocalClient
 from rl4llm.runtime.runner import Runner
 
