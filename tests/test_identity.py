@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 
@@ -17,83 +15,41 @@ from rl4llm.compose.identity import Identity, code_digest, rows_digest
 from rl4llm.config import load_config
 from rl4llm.core.errors import RunDirError
 
-MODULE = """import functools
-import identity_helper
+MODULE = """from functools import partial, wraps
 from identity_helper import SIGN
 
-SCALE = 2.0
-WEIGHTS = {"a": SCALE}
-CALLS, SEEN = 0, []
+class Object:
+    def __call__(self, completions, **columns):
+        return [0 for text in completions]
+
+def listed(function):
+    return wraps(function)(lambda *args, **columns: list(function(*args, **columns)))
 
 
-def inner(text):
-    return len(text) * SCALE
-
-
-def negated(function):
-    @functools.wraps(function)
-    def wrapper(*args, **columns):
-        return [-score for score in function(*args, **columns)]
-    return wrapper
-
-
-@negated
+@listed
 def score(completions, **columns):
     \"\"\"Score.\"\"\"
-    global CALLS
-    CALLS += 1
-    SEEN.append(completions)  # state
-    return [SIGN * inner(text) + WEIGHTS["a"] + identity_helper.f(text in {"x", "y", "z"}) for text in completions]
+    return [-SIGN * len(text) for text in completions]  # negated
 
-
-class Base:
-    limit = 3
-
-
-class Object(Base):
-    def __init__(self, sign=1):
-        self.sign, self.calls, self.lock = sign, 0, object()
-
-    def __call__(self, completions, **columns):
-        self.calls += 1
-        return [self.sign * self.limit for text in completions]
-
-
-def closed(sign):
-    return lambda completions, **columns: [sign for text in completions]
-
-
-THINGS = {"score": score, "object": Object(1), "part": functools.partial(score, sign=1), "lambda": closed(1)}
+THINGS = {"score": score, "object": Object(), "part": partial(score, sign=1), "method": Object().__call__}
 """
 HELPER = """SIGN = 1
 
 
-def f(x):
-    return g(x)
-
-
-def g(x):
-    return 1
+def unused():
+    from identity_far import FAR
+    return FAR
 """
-OF_SCORE, OF_OBJECT = {"score", "part"}, {"object"}
+FAR = "FAR = 1\n"
+FILES = {"identity_far": FAR, "identity_helper": HELPER, "identity_user": MODULE}
 EDITS = {
-    "comment": ("# state", "# what it saw", set()),
-    "docstring": ('    """Score."""\n', "", set()),
-    "lines": ("SCALE = 2.0\n", "\n\nSCALE = (\n    2.0\n)\n", set()),
-    "unused": ("CALLS, SEEN", "UNUSED = 1\nCALLS, SEEN", set()),
-    "constant": ("SCALE = 2.0", "SCALE = -2.0", OF_SCORE),
-    "table": ('{"a": SCALE}', '{"a": -SCALE}', OF_SCORE),
-    "set": ('"y", "z"}', '"y", "w"}', OF_SCORE),
-    "function": ("len(text) * SCALE", "len(text) + SCALE", OF_SCORE),
-    "decorator": ("[-score for", "[score for", OF_SCORE),
-    "imported": ("SIGN = 1", "SIGN = -1", OF_SCORE),
-    "helper": ("return 1\n", "return -1\n", OF_SCORE),
-    "argument": ("partial(score, sign=1)", "partial(score, sign=-1)", {"part"}),
-    "closure": ("closed(1)}", "closed(-1)}", {"lambda"}),
-    "lambda": ("[sign for text", "[-sign for text", {"lambda"}),
-    "method": ("[self.sign * self.limit", "[-self.sign * self.limit", OF_OBJECT),
-    "base": ("limit = 3", "limit = 4", OF_OBJECT),
-    "option": ("Object(1)", "Object(-1)", OF_OBJECT),
+    "comment": ("# negated", "# the sign", False),
+    "docstring": ('    """Score."""\n', "", False),
+    "lines": ("@listed\ndef", "\n\n@listed\n\ndef", False),
+    "expression": ("-SIGN * len", "SIGN * len", True),
+    "method": ("[0 for text", "[1 for text", True),
+    "imported": ("SIGN = 1", "SIGN = -1", True),
+    "imported by an import": ("FAR = 1", "FAR = -1", True),
 }
 
 
@@ -104,47 +60,39 @@ def imported(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def load(old="", new=""):
-        for name, text in (("identity_helper", HELPER), ("identity_user", MODULE)):
+        for name, text in FILES.items():
             (tmp_path / f"{name}.py").write_text(text.replace(old, new) if old else text)
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
-        return importlib.import_module("identity_user")
+        return [importlib.import_module(name) for name in FILES][-1]
 
     yield load
-    for name in ("identity_helper", "identity_user"):
+    for name in FILES:
         sys.modules.pop(name, None)
 
 
 def digests(module):
-    return {name: code_digest(thing) for name, thing in module.THINGS.items()}
+    identity = Identity()
+    for name, thing in module.THINGS.items():
+        identity.add_code([thing])
+        identity.code[name] = identity.code.popitem()[1]
+    return identity.code
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_change_of_code_is_seen_and_of_its_looks_is_not(imported, edit):
     old, new, changed = EDITS[edit]
-    assert (MODULE + HELPER).count(old) == 1
+    assert (MODULE + HELPER + FAR).count(old) == 1
     before, after = digests(imported()), digests(imported(old, new))
-    assert {name for name in before if before[name] != after[name]} == changed
-
-
-def test_code_has_one_digest_in_all_processes_and_states(imported):
-    module = imported()
-    first = digests(module)
-    module.score(["x"])
-    module.THINGS["object"](["x"])
-    assert digests(module) == first
-    ask = "import json, identity_user as user; from rl4llm.compose.identity import code_digest as digest\n"
-    ask += "print(json.dumps({name: digest(thing) for name, thing in user.THINGS.items()}))"
-    path = os.pathsep.join(map(str, sys.path))
-    for seed in ("1", "2"):
-        environ = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed}
-        assert (
-            json.loads(subprocess.check_output([sys.executable, "-c", ask], env=environ, text=True)) == first
-        )
+    assert {name for name in before if before[name] != after[name]} == (
+        set(before) - {"rl4llm"} if changed else set()
+    )
 
 
 def test_code_of_a_notebook_has_a_digest_without_its_state():
-    cell = "LOG, SIGN = [], 1\ndef score(completions, **columns):\n    LOG.append(1)\n    return [SIGN] * len(completions)\n"
+    cell = (
+        "LOG = []\ndef score(completions, **columns):\n    LOG.append(1)\n    return [1] * len(completions)\n"
+    )
 
     def ran(text):
         names = {"__name__": "__main__"}
@@ -155,7 +103,7 @@ def test_code_of_a_notebook_has_a_digest_without_its_state():
     first = code_digest(score)
     score(["x"])
     assert code_digest(score) == code_digest(ran("\n# again\n" + cell)) == first
-    assert code_digest(ran(cell.replace("[], 1", "[], -1"))) != first
+    assert code_digest(ran(cell.replace("[1] *", "[-1] *"))) != first
 
 
 def test_rows_have_one_digest_in_any_order_of_columns():
@@ -271,7 +219,7 @@ def test_a_resumed_run_names_the_code_that_changed(started, tmp_path, imported, 
     started(2)
     alerts = tmp_path / "run/alerts.jsonl"
     assert "code of" not in capsys.readouterr().out + alerts.read_text()
-    imported("[-score for", "[score for")
+    imported("-SIGN * len", "SIGN * len")
     started(3)
     assert "The code of `score` changed at step 2." in capsys.readouterr().out
     (alert,) = map(json.loads, alerts.read_text().splitlines())

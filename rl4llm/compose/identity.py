@@ -6,17 +6,15 @@ A resumed run has the same contents, or is refused. Code may change, as people m
 from __future__ import annotations
 
 import ast
-import dis
 import inspect
 import json
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
-from itertools import chain
+from functools import partial
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +27,7 @@ from rl4llm.runs.tensor_file import tensors_digest
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 INSTALLED = {"site-packages", "dist-packages"}
 OTHERS = {"rl4llm", *sys.stdlib_module_names, *sys.builtin_module_names}
-METHODS = (types.FunctionType, classmethod, staticmethod)
 HOLDERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
-PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
-GLOBALS, ATTRIBUTES = {"LOAD_GLOBAL", "LOAD_NAME"}, {"LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"}
-# where a class is, which changes with the lines above it
-PLACES = {"__firstlineno__", "__static_attributes__"}
-PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
-    list: iter,
-    tuple: iter,
-    dict: lambda thing: chain.from_iterable(thing.items()),
-    types.MappingProxyType: lambda thing: chain.from_iterable(thing.items()),
-    types.MethodType: lambda thing: (thing.__func__, thing.__self__),
-    partial: lambda thing: (thing.func, thing.args, thing.keywords),
-    property: lambda thing: (thing.fget, thing.fset, thing.fdel),
-    cached_property: lambda thing: (thing.func,),
-    classmethod: lambda thing: (thing.__func__,),
-    staticmethod: lambda thing: (thing.__func__,),
-}
-"""What is read of a thing that has code inside."""
-
 TABLE = 1000  # items, above which a list holds data and no code
 
 
@@ -82,14 +61,10 @@ class Identity:
 
     def add_code(self, things: Iterable[Any]) -> None:
         """Add the digests of the user's functions and classes that objects are, or hold."""
-        named: dict[str, list[str]] = {}
-        for name, thing in _entries(list(things), set()) if self.first else ():
-            try:
-                digest = code_digest(thing)
-            except Exception:  # noqa: BLE001 - a user's objects may raise anything, and only a warning needs it
-                digest = "unreadable"
-            named.setdefault(name, []).append(digest)
-        self.code.update({name: "-".join(digests) for name, digests in named.items()})
+        digests: dict[str, list[str]] = {}
+        for named in _entries(list(things), set()) if self.first else ():
+            digests.setdefault(named.__name__.strip("<>"), []).append(code_digest(named))
+        self.code.update({name: "-".join(parts) for name, parts in digests.items()})
 
 
 def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -125,41 +100,91 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return _hash(f"{kept}{sorted(map(str, getattr(tokenizer, 'special_tokens_map', {}).items()))}")
 
 
-def code_digest(thing: Any) -> str:
-    """Return a hash of a user's function, class or object, and of the code and constants in user's modules that it uses.
+def code_digest(named: Any) -> str:
+    """Return a hash of the file of a function or class, and of the user's modules that it imports.
 
-    It is a hash of compiled code, so lines, comments and docstrings do not matter, and cells of notebooks have one too.
-    Constants of a module count as they are written in its file. Of an object count its class and the attributes that its
-    constructor names. What a function imports when it runs, other packages, and numbers in arrays do not count.
+    Comments, docstrings and layout do not count. Code that has no file, as in a notebook, counts as it was compiled, and of
+    a package that is installed the file alone.
     """
-    reader = _Reader()
-    reader.read(thing)
-    return _hash("\n".join([*reader.lines, _installed(_named(thing))]))
+    module = _module(named)
+    if module is None:
+        return _hash("\n".join(_compiled(named)))
+    files: dict[str, str] = {}
+    _read(module, files)
+    return _hash("\n".join(files[name] for name in sorted(files)))
 
 
-def _entries(thing: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield each function, class and object of a user that `thing` is, or that it holds, with its name."""
-    if isinstance(thing, PLAIN) or id(thing) in seen or (isinstance(thing, HOLDERS) and len(thing) > TABLE):
+def _read(module: types.ModuleType, files: dict[str, str]) -> None:
+    """Add the syntax tree of a module, and of the user's modules that it imports."""
+    file = Path(module.__file__ or "")
+    if module.__name__ in files or file.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError):  # it changed while this process ran
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = node.body[ast.get_docstring(node, clean=False) is not None :]
+    files[module.__name__] = ast.dump(tree)
+    for name in _imported(tree, module.__package__ or "") if _is_users(module) else ():
+        if (other := sys.modules.get(name)) is not None and _is_users(other):
+            _read(other, files)
+
+
+def _imported(tree: ast.AST, package: str) -> Iterator[str]:
+    """Yield the names that a file imports, which may be modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+
+
+def _compiled(named: Any) -> Iterator[str]:
+    """Yield the code of a function, or of the functions of a class, without the place where it was written."""
+    if isinstance(named, type):
+        for name, value in sorted(vars(named).items()):
+            yield from (name, *_compiled(value))
+    elif isinstance(named, types.FunctionType):
+        yield from _compiled(named.__code__)
+    elif isinstance(named, types.CodeType):
+        yield f"{named.co_code!r} {named.co_names} {named.co_varnames}"
+        for constant in named.co_consts:
+            yield from _compiled(constant) if isinstance(constant, types.CodeType) else (repr(constant),)
+
+
+def _entries(thing: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield each function and class of a user that `thing` is, or that it holds."""
+    if id(thing) in seen or (isinstance(thing, HOLDERS) and len(thing) > TABLE):
         return
     seen.add(id(thing))
+    named = _named(thing)
     if isinstance(thing, HOLDERS):
         for item in list(thing.values() if isinstance(thing, Mapping) else thing):
             yield from _entries(item, seen)
-    elif _is_users(named := _named(thing)) or (_is_entry(thing, named) and _installed(named)):
-        yield named.__name__.strip("<>"), thing
+    elif _is_users(named) or (_top(named) not in OTHERS and _is_entry(thing, named)):
+        yield named
     elif type(thing).__module__.startswith("rl4llm."):
-        for name, item in _attributes(thing).items():
+        slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+        held = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+        for name, item in {**held, **getattr(thing, "__dict__", {})}.items():
             if name != "dataset":
                 yield from _entries(item, seen)
 
 
 def _named(thing: Any) -> Any:
     """Return the function or class that an object is made of."""
-    while isinstance(thing, partial | types.MethodType):
-        thing = thing.func if isinstance(thing, partial) else thing.__func__
-    if isinstance(thing, types.FunctionType):
-        return thing if _is_users(thing) else inspect.unwrap(thing)
-    return thing if isinstance(thing, type | types.ModuleType) else type(thing)
+    while True:
+        if isinstance(thing, partial):
+            thing = thing.func
+        elif isinstance(thing, types.MethodType):
+            thing = thing.__func__
+        elif inner := inspect.getattr_static(thing, "__wrapped__", None):
+            thing = inner
+        else:
+            return thing if isinstance(thing, type | types.FunctionType) else type(thing)
 
 
 def _is_entry(thing: Any, named: Any) -> bool:
@@ -167,153 +192,23 @@ def _is_entry(thing: Any, named: Any) -> bool:
     return named is not type(thing) or any(kind.__module__.startswith("rl4llm.") for kind in named.__mro__)
 
 
-def _module(named: Any) -> tuple[str, str]:
-    """Return the top package and the file of a function, class or module; "" for what has none."""
-    written = getattr(named, "__globals__", {}).get("__name__")  # a decorator may have renamed the module
-    own = named.__name__ if isinstance(named, types.ModuleType) else getattr(named, "__module__", "")
-    module = str(written or own or "")
-    found = None if module == "__main__" else sys.modules.get(module)  # of a notebook, whatever runs it
-    return module.partition(".")[0], getattr(found, "__file__", None) or ""
+def _top(named: Any) -> str:
+    """Return the top package of a function, class or module."""
+    return str(getattr(named, "__module__", None) or named.__name__).partition(".")[0]
+
+
+def _module(named: Any) -> types.ModuleType | None:
+    """Return the module of a function or class, if it has a file."""
+    module = named if isinstance(named, types.ModuleType) else sys.modules.get(named.__module__ or "")
+    file = getattr(module, "__file__", None)
+    cell = isinstance(named, types.FunctionType) and named.__code__.co_filename.startswith("<")
+    return module if file and not cell else None
 
 
 def _is_users(named: Any) -> bool:
     """Return whether a function, class or module belongs neither to rl4llm, Python nor an installed package."""
-    top, file = _module(named)
-    return top not in OTHERS and not INSTALLED & set(Path(file).parts)
-
-
-def _installed(named: Any) -> str:
-    """Return a hash of the file of an installed package, "" for what belongs to none."""
-    top, file = _module(named)
-    installed = top not in OTHERS and not _is_users(named) and Path(file).is_file()
-    return _hash(Path(file).read_bytes()) if installed else ""
-
-
-def _attributes(thing: Any) -> dict[str, Any]:
-    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
-    kept = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
-    return kept | getattr(thing, "__dict__", {})
-
-
-class _Reader:
-    """Collects the lines that a hash of code is made of; what it has read already is a number."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._seen: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that no other object gets the id of one that was read
-        self._used: set[tuple[int, str]] = set()
-        self._assigned = cache(_assigned)
-
-    def read(self, thing: Any) -> None:
-        """Add a value of any kind."""
-        if isinstance(thing, PLAIN):
-            self.lines.append(ascii(thing))
-        elif isinstance(thing, set | frozenset):
-            self.lines.append(f"set {sorted(ADDRESS.sub('', ascii(item)) for item in thing)}")
-        elif isinstance(thing, tuple | types.CodeType):  # which a cached module may hold in copies
-            self._read_new(thing)
-        elif id(thing) in self._seen:
-            self.lines.append(f"#{self._seen[id(thing)]}")
-        else:
-            self._seen[id(thing)] = len(self._seen)
-            self._kept.append(thing)
-            self._read_new(thing)
-
-    def _read_new(self, thing: Any) -> None:
-        self.lines.append(type(thing).__name__)
-        if parts := next((parts for kind, parts in PARTS.items() if isinstance(thing, kind)), None):
-            self._all(parts(thing))
-        elif isinstance(thing, types.CodeType):
-            self._code(thing)
-        elif isinstance(thing, types.FunctionType):
-            self._function(thing)
-        elif isinstance(thing, type):
-            self._class(thing)
-        elif "__wrapped__" in getattr(thing, "__dict__", {}):  # such as that of functools.cache
-            self.read(thing.__wrapped__)
-        elif _is_users(type(thing)):
-            held = _attributes(thing)
-            options = inspect.signature(type(thing).__init__).parameters
-            self._all((type(thing), {name: held[name] for name in options if name in held}))
-
-    def _all(self, things: Iterable[Any]) -> None:
-        for thing in things:
-            self.read(thing)
-
-    def _class(self, kind: type) -> None:
-        self.lines.append(kind.__qualname__)
-        self._all(kind.__bases__ if _is_users(kind) else ())
-        for name, value in sorted(vars(kind).items()) if _is_users(kind) else ():
-            if not name.startswith("__") or isinstance(value, METHODS):
-                self.lines.append(name)
-                self.read(value)
-
-    def _function(self, function: types.FunctionType) -> None:
-        if not _is_users(function):
-            self.lines.append(function.__qualname__)
-            self.read(getattr(function, "__wrapped__", None))
-            return
-        self._all((function.__code__, function.__defaults__, function.__kwdefaults__))
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # it is still empty
-                self.read(cell.cell_contents)
-        code = function.__code__
-        self._globals(function.__globals__, _names(code, GLOBALS), _names(code, ATTRIBUTES))
-
-    def _code(self, code: types.CodeType) -> None:
-        counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_varnames
-        self.lines.append(f"{counts}{code.co_exceptiontable!r}")
-        instructions = list(dis.get_instructions(code))
-        for one, following in zip(instructions, [*instructions[1:], None], strict=True):
-            if one.opname != "NOP" and not (following and following.argval in PLACES):
-                self.lines.append(one.opname)
-                if one.opname == "LOAD_CONST":
-                    self.read(one.argval)
-                else:
-                    self.lines.append(ascii(one.argval))
-
-    def _globals(self, known: dict[str, Any], names: Iterable[str], attributes: Iterable[str]) -> None:
-        """Add what names of a module mean; of other modules of the user, what the code takes from them."""
-        for name in sorted(set(names) & known.keys()):
-            if (id(known), name) in self._used:
-                continue
-            self._used.add((id(known), name))
-            value, file = known[name], known.get("__file__")
-            self.lines.append(name)
-            if isinstance(value, types.ModuleType):
-                if _is_users(value):
-                    self._globals(vars(value), attributes, attributes)
-            elif file and name in self._assigned(file):
-                text, used = self._assigned(file)[name]
-                self.lines.append(text)
-                self._globals(known, used, attributes)
-                self._all(item for _, item in _entries(value, set()))
-            elif file or not isinstance(value, list | dict | set):  # those of a notebook change while it runs
-                self.read(value)
-
-
-def _names(code: types.CodeType, operations: set[str]) -> set[str]:
-    """Return the names that code, and code inside it, uses in these operations."""
-    found = {str(one.argval) for one in dis.get_instructions(code) if one.opname in operations}
-    nested = [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-    return found.union(*(_names(inner, operations) for inner in nested))
-
-
-def _assigned(file: str) -> Mapping[str, tuple[str, set[str]]]:
-    """Return how a file assigns its names, without comments, and the names that this uses."""
-    try:
-        body = ast.parse(Path(file).read_bytes()).body
-    except (OSError, ValueError, SyntaxError):
-        return {}
-    found: dict[str, tuple[str, set[str]]] = {}
-    for node in body:
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            names = [item for item in ast.walk(node) if isinstance(item, ast.Name)]
-            for name in (item.id for item in names if isinstance(item.ctx, ast.Store)):
-                text, used = found.get(name, ("", set()))
-                found[name] = f"{text}\n{ast.unparse(node)}", used | {item.id for item in names}
-    return found
+    module = _module(named)
+    return _top(named) not in OTHERS and not (module and INSTALLED & set(Path(module.__file__ or "").parts))
 
 
 def _hash(data: str | bytes) -> str:
