@@ -93,7 +93,6 @@ too much        | train small.yaml rollout.prompts=1000000000000000 | MemoryErro
 no class        | train small.yaml env.name=os:path                | Accepted: a subclass of BaseMDPEnv
 no class        | train small.yaml env.name=.os:path               | cannot be imported
 no address      | train small.yaml inference.name=sglang inference.url=http://127.0.0.1:99999 | http://HOST:PORT
-no address      | train small.yaml inference.name=sglang inference.url=3 | inference.url=3 is not accepted
 no class        | serve env --env chat --port 0 sandbox.level=nowhere | sandbox.level='nowhere' is unknown
 wrong key       | launch small.yaml algorithm.clip_hi=1            | Did you mean 'clip_high'?
 wrong key       | launch small.yaml env.step=1 --on local          | env option='step' is unknown

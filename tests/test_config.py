@@ -52,14 +52,10 @@ def test_every_configuration_file_is_valid(path):
         ("data=rows.jsonl", "Did you mean data.path=rows.jsonl?"),
         ("rollout.prompts=12:30", "rollout.prompts='12:30' is not accepted: a whole number, 1 or above."),
         ("rewards=[{name: math, name: format}]", "is not valid YAML: a mapping has the key 'name' twice"),
-        (
-            "data.path=C:\\data",
-            "is a path of Windows, which this system cannot open. Next: write its path here; under WSL",
-        ),
         ("output.dir=$NOT_SET/x", "output.dir='$NOT_SET/x': $NOT_SET is not set or unknown on this machine"),
         ("output.dir=~nobody-here/x", "~nobody-here is not set or unknown on this machine"),
-        ("output.dir=$NOTHING", "output.dir='' is not a path. Next: write one"),
-        ("eval.path=${oc.env:NOTHING}", "eval.path='' is not a path. Next: write one"),
+        ("output.dir=$NOTHING", "output.dir is empty"),
+        ("eval.path=${oc.env:NOTHING}", "eval.path is empty"),
         ("max_steps", "'max_steps' is not an override"),
         ("output.dir=s3://bucket/run", "output.dir='s3://bucket/run' is an address, not a path."),
         (

@@ -156,11 +156,8 @@ data.answer_pattern=(                              | is not a regular expression
 "data.prompt_template='Solve:'"                    | has no {prompt}, the place of the prompt
 data.limit=0                                       | data.limit=0 is not accepted: a whole number, 1 or above, or null
 data.bad_rows=truncate                             | data.bad_rows='truncate' is not accepted: stop or skip
-output.dir=none                                    | output.dir='none' is not a path. Next: write one
 output.dir=null                                    | output.dir=None is not accepted: a string. Set a value
-"output.dir=''"                                    | output.dir='' is not a path
-"model.path='Null'"                                | model.path='Null' is not a path
-algorithm.name=ppo algorithm.critic_path=none      | algorithm.critic_path='none' is not a path
+"output.dir=''"                                    | output.dir is empty. Write a path
 sync.dir=None                                      | sync.dir='None' is not accepted: a string or null. Did you mean null
 data.split=validation data.path=splits | the split 'validation' ... The directory contains train.jsonl
 eval.every=1                                       | Set eval.path to other prompts, or eval.every=0

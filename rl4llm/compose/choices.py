@@ -7,9 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
-from rl4llm import TESTED_TORCH
 from rl4llm.backends.model_files import check_weights
 from rl4llm.compose.engines import check_adapter_alone, check_engine, check_sync
 from rl4llm.compose.environments import EnvKeys, check_env_options, weighed
@@ -27,8 +24,6 @@ from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import check_reward
 from rl4llm.runs.run_dir import RunDir
 
-LEAST_LR = 1e-12
-"""A step of AdamW moves a weight by about this, which rounding in float32 hides for weights above 0.00002."""
 T = TypeVar("T")
 
 
@@ -107,24 +102,9 @@ def _check_updates(config: Config, needs: Needs) -> None:
         )
 
 
-def warnings_of(config: Config, needs: Needs) -> list[str]:
-    """Return warnings about choices that are accepted, and about the installed torch."""
-    warnings = [*untested_torch(torch.__version__), *rate_warnings(config), *_escapes(config)]
-    if needs.learns_from != "episodes":
-        return warnings
-    without = [name for name, part in by_part(config).items() if part.env.get("tools") == []]
-    warnings += [
-        f"{f'parts.{name}.' if name else ''}env.tools=[] gives the policy no tool to call. Name tools, such as "
-        "env.tools=[calculator], or use an environment without them, such as env.name=chat."
-        for name in without
-    ]
-    if config.rollout.temperature > 0:
-        return warnings
-    return [
-        *warnings,
-        "rollout.temperature=0: every episode is the policy's most probable one, so the policy explores nothing and has "
-        "little to learn from. Training usually needs rollout.temperature=1.0. For evaluation set eval.temperature.",
-    ]
+def warnings_of(config: Config) -> list[str]:
+    """Return warnings about choices that are accepted."""
+    return [*rate_warnings(config), *_escapes(config)]
 
 
 def _escapes(config: Config) -> list[str]:
@@ -139,17 +119,13 @@ def _escapes(config: Config) -> list[str]:
 
 
 def rate_warnings(config: Config) -> list[str]:
-    """Return a warning if the learning rate is the default, changes nothing, or never gets through its warm-up.
+    """Return a warning if the learning rate is the default, or never gets through its warm-up.
 
     >>> from rl4llm.config import load_config
     >>> rate_warnings(load_config(overrides={"model.path": "m", "training.lr": 1e-6}))
     []
     """
     training, lr = config.training, config.training.lr
-    if lr < LEAST_LR:
-        return [
-            f"training.lr={lr:g}: steps change no weight, so nothing is learned. Set it higher, such as 1e-5."
-        ]
     steps = config.max_steps * training.updates_per_rollout * training.passes_per_rollout
     if 0 < steps < training.warmup_steps:
         return [
@@ -162,20 +138,6 @@ def rate_warnings(config: Config) -> list[str]:
     if config.model.lora.rank:
         fits = "for all weights of a large model, and an adapter hardly learns with it. Set training.lr=1e-5 or more"
     return [f"training.lr is not set. Its default {lr:g} is a rate {fits}; training.lr={lr:g} keeps it."]
-
-
-def untested_torch(version: str) -> list[str]:
-    """Return a warning if the tests run with another version of torch.
-
-    >>> untested_torch("2.13.1+cpu")
-    []
-    """
-    if version.rpartition(".")[0] in TESTED_TORCH:
-        return []
-    return [
-        f"torch {version} is not tested: the tests run with {', '.join(TESTED_TORCH)}. If a run fails or `rl4llm check` "
-        "does, install one of these."
-    ]
 
 
 def nobody_starts(config: Config, ranks: int) -> str:
@@ -208,18 +170,12 @@ def in_part(name: str, function: Callable[..., T], *args: Any) -> T:
 
 
 def _check_slips(part: Config) -> None:
-    """Raise ConfigError for a text that no user means as it is: an empty stop, an escape sequence, the name of a file."""
+    """Raise ConfigError for a stop that no user means as it is: an empty one, or an escape sequence."""
     for stop in part.rollout.stop:
         if not stop or re.fullmatch(r"(\\[nrt])+", stop):
             what = "is a backslash and a letter" if stop else "ends each turn at once"
             mend = "for a line break write 'rollout.stop=[\"\\n\"]'" if stop else "remove it"
             raise ConfigError(f"rollout.stop: {stop!r} {what}. Next: {mend}.")
-    prompt = part.data.system_prompt or ""
-    if os.path.isfile(os.path.expanduser(prompt.removeprefix("@"))):
-        raise ConfigError(
-            f"data.system_prompt={prompt!r} is a file, but the key takes the text itself. Next: "
-            f'data.system_prompt="$(cat {prompt.removeprefix("@")})".'
-        )
 
 
 def _check_part(part: Config, given: Given) -> None:

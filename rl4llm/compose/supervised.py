@@ -80,7 +80,7 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     batching = batching_of(setup)
     answered = needs.learns_from not in ANSWER_COLUMNS and not hold_text(dataset)
     found = [
-        *warnings_of(config, needs),
+        *warnings_of(config),
         *overlap_warnings(dataset, held_out, "eval", answered=answered),
         *dropped(dataset, kept, "data"),
         *dropped(held_out, kept_out, "eval"),

@@ -188,7 +188,7 @@ def _reinforced(
 
     def make(run: RunDir) -> RLTrainer:
         templates = dict.fromkeys(f"Chat template: {note}." for task in tasks for note in task.renderer.notes)
-        found = [*warnings_of(config, setup.needs), *warnings, *templates, *backend.warnings()]
+        found = [*warnings_of(config), *warnings, *templates, *backend.warnings()]
         unset = dict.fromkeys(note for task in tasks for note in unset_notes(task.setup, task.env))
         tracker = tracker_of(setup, run, found, [client.path(), backend.path(), *unset])
         client.report_to(tracker.warn)

@@ -37,31 +37,19 @@ def references_in(merged: DictConfig) -> References:
 
 
 def expand_paths(merged: DictConfig) -> None:
-    """Expand ``~`` and ``$NAME`` in the values of `PATH_KEY`. Raise ConfigError for unset variables, Windows paths, URLs."""
+    """Expand ``~`` and ``$NAME`` in the values of `PATH_KEY`. Raise ConfigError for unset variables, empty paths, URLs."""
     for path, text in _leaves(OmegaConf.to_container(merged)):
         if isinstance(text, str) and PATH_KEY.fullmatch(str(path[-1])):
             key, holder = ".".join(map(str, path)), _holder(merged, path)
             holder[path[-1]] = _expanded(key, text)
             with contextlib.suppress(OmegaConfBaseException):  # reading the configuration says what is wrong
-                _check_named(key, holder[path[-1]])
-
-
-def _check_named(key: str, found: Any) -> None:
-    """Raise ConfigError for a path of ours that has no name, or that of nothing; a class of the user may take one."""
-    ours = key.split(".")[-2:-1] in OWN or key.endswith(("_path", "_dir"))
-    if ours and isinstance(found, str) and found.strip().lower() in ("", "none", "null"):
-        raise ConfigError(
-            f"{key}={found!r} is not a path. Next: write one, ./NAME for such a name, or leave the key out."
-        )
+                if (
+                    key.split(".")[-2:-1] in OWN and holder[path[-1]] == ""
+                ):  # it would be the working directory
+                    raise ConfigError(f"{key} is empty. Write a path, or leave the key out.")
 
 
 def _expanded(key: str, text: str) -> str:
-    if re.match(r"[A-Za-z]:[\\/\w]", text) and os.name == "posix":
-        drive, rest = text[0].lower(), text[2:].replace("\\", "/").lstrip("/")
-        raise ConfigError(
-            f"{key}={text!r} is a path of Windows, which this system cannot open. Next: write its path here; under "
-            f"WSL it is /mnt/{drive}/{rest} if the shell kept all backslashes."
-        )
     if key.split(".")[-2:-1] in OWN and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text):
         raise ConfigError(
             f"{key}={text!r} is an address, not a path. Accepted: a directory or file that this machine has, or for a model "
