@@ -97,7 +97,7 @@ class PolicyGradient(BaseAlgorithm):
     @classmethod
     def stale_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         chosen = options.get(
-            "correction", next(one.default for one in fields(cls) if one.name == "correction")
+            "correction", next(option.default for option in fields(cls) if option.name == "correction")
         )
         if options.get("old_logprobs") == "sampled" or ("correction" in options and chosen is None):
             return {}
@@ -108,7 +108,7 @@ class PolicyGradient(BaseAlgorithm):
         if not self.filter_groups:
             return True
         if self.filter_groups_by is not None:
-            return differ([one.rewards[self.filter_groups_by] for one in group.trajectories])
+            return differ([trajectory.rewards[self.filter_groups_by] for trajectory in group.trajectories])
         if differ(group.rewards_G.tolist()):
             return True
         if self.credits(group).dim() == 1:
@@ -221,12 +221,12 @@ class PolicyGradient(BaseAlgorithm):
             )
 
     def _check_kl(self) -> None:
-        for key, given in (
+        for key, is_set in (
             ("kl_target", self.kl_target is not None),
             ("kl_weighted", self.kl_weighted),
             ("reference_every", self.reference_every > 0),
         ):
-            if given and not self.needs().reference:
+            if is_set and not self.needs().reference:
                 raise ConfigError(
                     f"algorithm.{key} has no effect without a reference. Set algorithm.kl_coef above 0."
                 )

@@ -53,8 +53,8 @@ def pair_difference(x_BT: Tensor, batch: TrainBatch) -> Tensor:
 
 def policy_tokens(batches: Sequence[TrainBatch], values: Sequence[Tensor]) -> Tensor:
     """Return the values at the policy's tokens of all batches (N,), float64; empty on a rank without batches."""
-    found = [values_BT[batch.mask_BT].double() for batch, values_BT in zip(batches, values, strict=True)]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+    tokens = [values_BT[batch.mask_BT].double() for batch, values_BT in zip(batches, values, strict=True)]
+    return torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.float64)
 
 
 def turn_ends(batch: TrainBatch) -> Tensor:

@@ -324,11 +324,11 @@ def _segments(batch: TrainBatch) -> _Segments:
     if host.previous_BT is not None:
         before = host.previous_BT.cpu().numpy().reshape(-1)[starts]
     parents = np.where(before >= 0, number[starts // columns * columns + before], -1)
-    last = np.zeros(len(starts), np.int64)  # one past the last token of the policy
+    tails = np.zeros(len(starts), np.int64)  # one past the last token of the policy
     places = np.flatnonzero(sampled)
-    np.maximum.at(last, number[places], places + 1)
-    lengths = np.maximum(last - 1 - starts, 0)
-    shared = np.unique(parents[(last > 0) & (parents >= 0)])
+    np.maximum.at(tails, number[places], places + 1)
+    lengths = np.maximum(tails - 1 - starts, 0)
+    shared = np.unique(parents[(tails > 0) & (parents >= 0)])
     lengths[shared] = (ends - starts)[shared]
     needed = np.flatnonzero((lengths > 0) & (flat[starts] > 0))
     renumbered = np.full(len(starts) + 1, -1)  # the entry at the end answers for parent -1
@@ -356,8 +356,8 @@ def _blocks(segments: _Segments) -> tuple[Ints, list[Block]]:
     for segment in order:
         parent, length = int(parents[segment]), int(lengths[segment])
         if owner == parent and length >= SIMILAR * blocks[-1].length:
-            last = blocks[-1]
-            blocks[-1] = Block(last.count + 1, last.length, last.prompt, last.prompt_length)
+            block = blocks[-1]
+            blocks[-1] = Block(block.count + 1, block.length, block.prompt, block.prompt_length)
         else:
             prompt_length = int(lengths[parent]) if parent >= 0 else 0
             blocks.append(Block(1, length, root_place.get(parent, -1), prompt_length))

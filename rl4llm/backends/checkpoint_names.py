@@ -63,10 +63,10 @@ class CheckpointNames:
                 yield self._renamed[name], tensor
                 continue
             names = self._parts[name]
-            held = waiting[names]
+            part = waiting[names]
             # What is gathered from many ranks may be let go of when the next tensor is asked for.
-            held[name] = tensor.detach() if len(held) + 1 == len(names) else tensor.detach().clone()
-            if len(held) == len(names):
+            part[name] = tensor.detach() if len(part) + 1 == len(names) else tensor.detach().clone()
+            if len(part) == len(names):
                 yield from revert_weight_conversion(self._model, waiting.pop(names)).items()
         if self._whole is not None:
             yield from self._whole.read(self._others)
@@ -78,32 +78,34 @@ class CheckpointNames:
 
     def _find_parts(self, named: Named, saved: Named) -> None:
         """Find the smallest sets of tensors that convert apart from all others: single ones, or those of one module."""
-        left = list(named)
+        names_left = list(named)
         self._renamed, level = {}, -1
-        own = set(map(id, named.values()))
-        while left and level <= max(name.count(".") for name in left):
+        ids = set(map(id, named.values()))
+        while names_left and level <= max(name.count(".") for name in names_left):
             groups: defaultdict[str, list[str]] = defaultdict(list)
-            for name in left:
+            for name in names_left:
                 groups[name if level < 0 else ".".join(name.split(".")[: -level - 1])].append(name)
             for names in groups.values():
-                self._take({name: named[name] for name in names}, saved, own)
-            left = [name for name in left if name not in self._renamed and name not in self._parts]
+                self._take({name: named[name] for name in names}, saved, ids)
+            names_left = [
+                name for name in names_left if name not in self._renamed and name not in self._parts
+            ]
             level += 1
         # all at once, which the comparison of names refuses if wrong
-        self._parts |= dict.fromkeys(left, tuple(left))
+        self._parts |= dict.fromkeys(names_left, tuple(names_left))
 
-    def _take(self, given: Named, saved: Named, own: Container[int]) -> None:
+    def _take(self, tensors: Named, saved: Named, ids: Container[int]) -> None:
         """Note that these convert together, if the result is a part of what all give."""
         try:
-            found = revert_weight_conversion(self._model, dict(given))
+            reverted = revert_weight_conversion(self._model, dict(tensors))
         except INCOMPLETE:
             return
-        if not found or not all(_same(tensor, saved.get(name), own) for name, tensor in found.items()):
+        if not reverted or not all(_same(tensor, saved.get(name), ids) for name, tensor in reverted.items()):
             return
-        if len(given) == len(found) == 1 and id(*found.values()) in own:
-            self._renamed |= dict(zip(given, found, strict=True))
+        if len(tensors) == len(reverted) == 1 and id(*reverted.values()) in ids:
+            self._renamed |= dict(zip(tensors, reverted, strict=True))
         else:
-            self._parts |= dict.fromkeys(given, tuple(given))
+            self._parts |= dict.fromkeys(tensors, tuple(tensors))
 
 
 def _same(tensor: Tensor, whole: Tensor | None, own: Container[int]) -> bool:

@@ -29,10 +29,8 @@ def check_classifier(model: PreTrainedModel) -> None:
 
 def name_of_classifier(model: PreTrainedModel) -> str:
     """Return the name of a model's class with a score in the place of its output layer."""
-    known = AutoModelForSequenceClassification._model_mapping.get(type(model.config), None)
-    return (
-        known.__name__ if known else type(model).__name__.replace("ForCausalLM", "ForSequenceClassification")
-    )
+    kind = AutoModelForSequenceClassification._model_mapping.get(type(model.config), None)
+    return kind.__name__ if kind else type(model).__name__.replace("ForCausalLM", "ForSequenceClassification")
 
 
 def load_value_head(path: str | Path | None, model: PreTrainedModel) -> ValueHead:

@@ -117,9 +117,9 @@ def head_memory(
     tiles = 3 * min(GPU_TILE_BYTES if precision.gpu else TILE_BYTES, logits * FP32)
     if not backward:
         return hidden * precision.weights + tiles
-    kept = 0 if precision.gpu else min(KEEP_BYTES, logits * precision.computed)
+    logits_bytes = 0 if precision.gpu else min(KEEP_BYTES, logits * precision.computed)
     weight = 0 if shape.adapter else shape.vocabulary * shape.hidden * FP32
-    return hidden * (2 * precision.weights + FP32) + tiles + kept + weight
+    return hidden * (2 * precision.weights + FP32) + tiles + logits_bytes + weight
 
 
 def selected_logprobs(
@@ -198,9 +198,11 @@ class _Cuts:
         width = max(1, self.tile_bytes // (4 * height))
         return [
             _Tile(
-                slice(top, min(top + height, rows)), slice(left, min(left + width, vocabulary)), left // width
+                slice(top, min(top + height, rows)),
+                slice(start, min(start + width, vocabulary)),
+                start // width,
             )
-            for left in range(0, vocabulary, width)
+            for start in range(0, vocabulary, width)
             for top in range(0, rows, height)
         ]
 
@@ -215,7 +217,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tiles = plan.tiles(len(hidden_ND), len(weight_VD))
         room = plan.keep_bytes if any(ctx.needs_input_grad) else 0
-        kept: list[Tensor] = []
+        products: list[Tensor] = []
         # Made before the loop: small blocks that outlive the logits beside them would keep malloc from using their place.
         slices = 1 + max((tile.number for tile in tiles), default=0)
         summaries = hidden_ND.new_zeros(3, slices, len(hidden_ND), dtype=torch.float32)
@@ -223,7 +225,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             product = _product(hidden_ND, weight_VD, bias_V, tile, plan)
             room -= product.nbytes
             if room >= 0:
-                kept.append(product)
+                products.append(product)
             _summarise(
                 _scores(product.float(), plan),
                 targets_N[tile.rows] - tile.columns.start,
@@ -233,12 +235,12 @@ class _SelectedLogprobs(torch.autograd.Function):
             del product
         normalisers_N, scores_N, entropy_N = _combined(summaries)
         ctx.plan = plan
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *kept)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *products)
         return scores_N - normalisers_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *kept = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *products = ctx.saved_tensors
         plan, inputs = ctx.plan, (hidden_ND, weight_VD, bias_V)
         grads = [
             torch.zeros_like(x, dtype=torch.float32) if needed else None
@@ -246,7 +248,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         ]
         for number, tile in enumerate(plan.tiles(len(hidden_ND), len(weight_VD))):
             rows = tile.rows
-            product = kept[number] if number < len(kept) else _product(*inputs, tile, plan)
+            product = products[number] if number < len(products) else _product(*inputs, tile, plan)
             logits = product.float()
             columns_N = targets_N[rows] - tile.columns.start
             grad = _grad_scores(

@@ -94,8 +94,8 @@ class LoraAdapter(BaseAdapter):
             layer = self._adapted.get(name)
             if layer is not None:
                 matrices = {
-                    f"layer.{own}.{NAME}.weight": whole(tensor)
-                    for own, tensor in zip(MATRICES, self.beside(name), strict=True)
+                    f"layer.{matrix}.{NAME}.weight": whole(tensor)
+                    for matrix, tensor in zip(MATRICES, self.beside(name), strict=True)
                 }
                 change = torch.func.functional_call(_Delta(layer), matrices, ())
                 parameter = (whole(parameter) + change).to(parameter.dtype)
@@ -114,7 +114,7 @@ class LoraAdapter(BaseAdapter):
     def beside(self, name: str) -> list[Tensor]:
         """Return A and B that adapt the base parameter of this name; none where it stays as it is."""
         layer = self._adapted.get(name)
-        return [] if layer is None else [getattr(layer, own)[NAME].weight for own in MATRICES]
+        return [] if layer is None else [getattr(layer, matrix)[NAME].weight for matrix in MATRICES]
 
     def base_digest(self) -> str:
         """Return the xxh3 of the frozen parameters; an adapter belongs to exactly these."""

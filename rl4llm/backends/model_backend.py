@@ -99,7 +99,10 @@ class ModelBackend(BaseBackend):
 
     def saved_bytes(self) -> int:
         tensors = self._tensors().values()  # of what trains, a float32 weight and its two moments
-        return sum(self._size(one) * (3 * FP32 if one.requires_grad else one.itemsize) for one in tensors)
+        return sum(
+            self._size(parameter) * (3 * FP32 if parameter.requires_grad else parameter.itemsize)
+            for parameter in tensors
+        )
 
     def write_adapter(self, directory: Path) -> None:
         """Write the adapter alone as an ordinary PEFT directory; raises ConfigError where the whole model trains."""
@@ -116,9 +119,10 @@ class ModelBackend(BaseBackend):
             self._save_pretrained(directory)
         else:
             directory.mkdir(parents=True, exist_ok=True)
-            first = self._ranks.is_first  # the others have no names of files, and help to make tensors whole
-            specs = self.weight_specs() if first else []
-            self._write(directory / MODEL, specs, self.weights() if first else self.own_weights())
+            # the other ranks have no names of files, and help to make tensors whole
+            is_first = self._ranks.is_first
+            specs = self.weight_specs() if is_first else []
+            self._write(directory / MODEL, specs, self.weights() if is_first else self.own_weights())
             self._on_first(lambda: self.write_config(directory))
 
     def _save_pretrained(self, directory: Path) -> None:
@@ -181,15 +185,15 @@ class ModelBackend(BaseBackend):
         return f"updates compute one row without padding, attention {attention}"
 
     def warnings(self) -> list[str]:
-        found = []
+        warnings = []
         if reason := self._module.runner.padded_since:
-            found.append(
+            warnings.append(
                 f"{type(self.model).__name__} trains on padded rows, since {reason}. A prompt that several samples share "
                 "is computed for each of them, and so is padding."
             )
         if self.adapter is not None and (names := self.adapter.excluded):
-            found.append(f"The adapter leaves out {', '.join(sorted(names))}, which PEFT cannot adapt.")
-        return found
+            warnings.append(f"The adapter leaves out {', '.join(sorted(names))}, which PEFT cannot adapt.")
+        return warnings
 
     @cached_property
     def _names(self) -> CheckpointNames:
@@ -263,9 +267,9 @@ class ModelBackend(BaseBackend):
         return weights, moments, state
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        kept = self.model.state_dict(keep_vars=True)
+        state = self.model.state_dict(keep_vars=True)
         for name, buffer in self.model.named_buffers():
-            if name in kept:
+            if name in state:
                 yield name.replace(".base_layer", ""), buffer.detach()  # as before PEFT wrapped its layer
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:

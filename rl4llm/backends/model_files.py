@@ -73,9 +73,9 @@ def check_weights(path: str | Path) -> None:
         files |= shards
     if not files:
         pickled = sorted(file.name for kind in PICKLED for file in directory.glob(kind))
-        found = f", only {pickled[0]}, a pickle, which can run code and is not read" if pickled else ""
+        note = f", only {pickled[0]}, a pickle, which can run code and is not read" if pickled else ""
         raise ModelError(
-            f"model.path={str(directory)!r} has no {WEIGHTS}{found}. Save the model with `save_pretrained`, which writes "
+            f"model.path={str(directory)!r} has no {WEIGHTS}{note}. Save the model with `save_pretrained`, which writes "
             "safetensors."
         )
     for name in sorted(files, key=str):
@@ -103,15 +103,15 @@ def check_kind(path: str, config: PretrainedConfig) -> None:
 def refuse_quantized(path: str, config: Mapping[str, Any]) -> None:
     """Raise ModelError for a config whose weights are quantized, in the whole model or in its text part."""
     configs = [config, config.get("text_config")]
-    found = [
-        one[name]
-        for one in configs
-        if isinstance(one, Mapping)
+    methods = [
+        part[name]
+        for part in configs
+        if isinstance(part, Mapping)
         for name in ("quantization_config", "compression_config")
-        if one.get(name)
+        if part.get(name)
     ]
-    if found:
-        method = found[0].get("quant_method", "unknown") if isinstance(found[0], Mapping) else found[0]
+    if methods:
+        method = methods[0].get("quant_method", "unknown") if isinstance(methods[0], Mapping) else methods[0]
         raise ModelError(
             f"model.path={path!r} is quantized (quantization_config, method {method}), which cannot train. Accepted: "
             "float32, bfloat16 or float16 weights. Use the checkpoint that was quantized, such as the name without -FP8, "
@@ -168,12 +168,12 @@ def is_around_text(config: PretrainedConfig) -> bool:
 
     Raise ModelError for a config that is of no causal language model.
     """
-    text, known = config.get_text_config(), AutoModelForCausalLM._model_mapping
+    text, mapping = config.get_text_config(), AutoModelForCausalLM._model_mapping
     if text is config:
         return False
-    if type(text) in known or load("rl4llm.backends.vision_language:register_text_part")(type(text)):
+    if type(text) in mapping or load("rl4llm.backends.vision_language:register_text_part")(type(text)):
         return True
-    if type(config) in known:
+    if type(config) in mapping:
         return False
     classes = ", ".join(config.architectures or ()) or type(config).__name__
     raise ModelError(

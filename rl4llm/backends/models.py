@@ -169,13 +169,13 @@ def check_tokenizer(
     compared with the one in the model's directory too; most of their tokens must have the same number.
     """
     name, size = _vocabulary_of(model)
-    own = tokenizer.name_or_path or "given"
+    path = tokenizer.name_or_path or "given"
     vocabulary = tokenizer.get_vocab()
     step = "Use the tokenizer that was saved with the model, or resize the model's embeddings."
     highest = max((vocabulary[token] for token in _of_text(tokenizer, vocabulary)), default=-1)
     if size is not None and highest >= size:
         raise ModelError(
-            f"The tokenizer {own!r} does not match the model {name!r}: its token ids go up to {highest:,}, but the "
+            f"The tokenizer {path!r} does not match the model {name!r}: its token ids go up to {highest:,}, but the "
             f"model has embeddings for {size:,} tokens. {step}"
         )
     if not given or name == tokenizer.name_or_path:
@@ -184,7 +184,7 @@ def check_tokenizer(
     moved = [token for token, number in stored.items() if vocabulary.get(token) != number]
     if len(moved) > MOVED_TOKENS * len(stored):
         raise ModelError(
-            f"The tokenizer {own!r} does not match the model {name!r}: {len(moved):,} of the model's {len(stored):,} tokens "
+            f"The tokenizer {path!r} does not match the model {name!r}: {len(moved):,} of its {len(stored):,} tokens "
             f"have another id or are missing, such as {moved[0]!r} ({stored[moved[0]]} there, "
             f"{vocabulary.get(moved[0], 'none')} here). {step}"
         )
@@ -262,12 +262,12 @@ def _cuts_otherwise(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Switch off the progress bars of transformers."""
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 
@@ -316,8 +316,10 @@ def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTraine
     # transformers fills tensors that a checkpoint lacks with random numbers; training on those is a bug without a sign.
     # It drops tensors that the config has no place for; those of another head, such as `score`, change no log-prob.
     unexpected, children = report["unexpected_keys"], dict(model.named_children())
-    own = [name for name in unexpected if name.partition(".")[0] in children and not _COMPUTED.search(name)]
-    report["unexpected_keys"] = whole.of_text(unexpected) if whole else own
+    of_model = [
+        name for name in unexpected if name.partition(".")[0] in children and not _COMPUTED.search(name)
+    ]
+    report["unexpected_keys"] = whole.of_text(unexpected) if whole else of_model
     if scored:
         report["missing_keys"] = report["missing_keys"] - {"lm_head.weight", "lm_head.bias"}
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -330,8 +332,8 @@ def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTraine
     check_finite(model, path)
     setattr(model, ATTRIBUTE, whole)
     if whole:
-        own = [TensorSpec.of(*named) for named in model.named_parameters()]
-        CheckpointNames(model, own)  # raises ModelError where the whole cannot be published
+        of_model = [TensorSpec.of(*named) for named in model.named_parameters()]
+        CheckpointNames(model, of_model)  # raises ModelError where the whole cannot be published
     return model
 
 

@@ -103,20 +103,20 @@ def stream_recurrent(model: PreTrainedModel) -> None:
     cached = DynamicCache(config=model.config).layers
     for module in model.modules():
         number, kind = getattr(module, "layer_idx", None), type(module)
-        taken = [name for name in CACHES if name in inspect.signature(kind.forward).parameters]
+        caches = [name for name in CACHES if name in inspect.signature(kind.forward).parameters]
         if (
             not isinstance(number, int)
-            or not taken
+            or not caches
             or isinstance(module, StreamedModule | GradientCheckpointingLayer)
         ):
             continue
         if type(layer := cached[number]) is LinearAttentionLayer:
-            own = {
-                "cache_name": taken[0],
+            namespace = {
+                "cache_name": caches[0],
                 "number_of_states": layer.number_of_states,
                 "__module__": kind.__module__,
             }
-            module.__class__ = type(kind.__name__, (StreamedModule, kind), own)
+            module.__class__ = type(kind.__name__, (StreamedModule, kind), namespace)
 
 
 def unstream_recurrent(model: PreTrainedModel) -> None:

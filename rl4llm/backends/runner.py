@@ -135,28 +135,28 @@ class ModelRunner:
     @property
     def _stream_attention(self) -> str:
         """Return the attention for streams that stands in for the model's own, "" if there is none."""
-        own = self.model.config._attn_implementation
+        attention = self.model.config._attn_implementation
         eager = {} if self.model._supports_sdpa else {"eager": STREAM_EAGER}  # else the user chose it
         return {"sdpa": STREAM_ATTENTION, **eager}.get(
-            own, own if own in (STREAM_ATTENTION, STREAM_EAGER) else ""
+            attention, attention if attention in (STREAM_ATTENTION, STREAM_EAGER) else ""
         )
 
     @torch.no_grad()
     def _can_stream(self) -> bool:
-        own, other = self.model.config._attn_implementation, self._stream_attention
-        self.padded_since = f"its attention is {own!r}, not 'sdpa'"
-        if not other:
+        attention, stream_attention = self.model.config._attn_implementation, self._stream_attention
+        self.padded_since = f"its attention is {attention!r}, not 'sdpa'"
+        if not stream_attention:
             return False
         if self._tower is not None and self._tower.both_ways:
             self.padded_since = "the tokens of an image attend to each other in both directions"
             return False
         expected = _computed(*self._rows(self.probe))
         register()
-        self.model.set_attn_implementation(other)
+        self.model.set_attn_implementation(stream_attention)
         try:
             stream_recurrent(self.model)
             self.padded_since = "its layers mix the tokens of a row in a way that is not known here"
-            if self.model.config._attn_implementation == other and _agree(
+            if self.model.config._attn_implementation == stream_attention and _agree(
                 _computed(*self._stream(self.probe)), expected
             ):
                 self.padded_since = ""
@@ -166,7 +166,7 @@ class ModelRunner:
             self.padded_since = str(error)  # the architecture needs masks or other arguments
         finally:
             unstream_recurrent(self.model)
-            self.model.set_attn_implementation(own)
+            self.model.set_attn_implementation(attention)
         return not self.padded_since
 
 
@@ -262,7 +262,7 @@ def _probe_batch(model: PreTrainedModel) -> TrainBatch:
 
 def kernel_for(device: torch.device, *sizes: Any) -> Kernel | None:
     """Return `varlen.kernel_for` of these sizes; on a CPU there is none, and it is not imported."""
-    found: Kernel | None = (
+    kernel: Kernel | None = (
         None if device.type == "cpu" else load("rl4llm.backends.varlen:kernel_for")(device, *sizes)
     )
-    return found
+    return kernel

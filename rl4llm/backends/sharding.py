@@ -53,8 +53,8 @@ class Replicated(Alone):
 
     def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         run = self._ddp if self._ddp is not None and torch.is_grad_enabled() else self.module
-        found: tuple[Tensor, Tensor | None] = run(batch, temperature, entropy)
-        return found
+        outputs: tuple[Tensor, Tensor | None] = run(batch, temperature, entropy)
+        return outputs
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last or self._ddp is None else self._ddp.no_sync()
@@ -111,10 +111,10 @@ class Sharded(Alone):
         self._sharded = fully_shard(module, **options)
 
     def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        found = self.module(batch, temperature, entropy)
+        outputs = self.module(batch, temperature, entropy)
         if not torch.is_grad_enabled():
             self._sharded.reshard()  # FSDP2 keeps what is outside the layers for a backward pass, which does not come
-        return found
+        return outputs
 
 
 def _trains_16_bits(module: torch.nn.Module) -> bool:
@@ -131,9 +131,9 @@ def _bring(module: torch.nn.Module, ranks: Ranks, device: torch.device) -> None:
 
 def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the outermost layers that transformers checkpoints one at a time. FSDP2 must shard them before the module."""
-    found: dict[str, torch.nn.Module] = {}
+    layers: dict[str, torch.nn.Module] = {}
     for name, child in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in layers)
         if isinstance(child, GradientCheckpointingLayer) and not inside:
-            found[name] = child
-    return list(found.values())
+            layers[name] = child
+    return list(layers.values())

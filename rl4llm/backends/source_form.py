@@ -56,8 +56,8 @@ class SourceForm:
         for name, reader in ((CONFIG, type(config)), (GENERATION, GenerationConfig)):
             source = source_file(model.name_or_path, name)
             if source is not None:
-                read = reader.from_pretrained(model.name_or_path, local_files_only=True)
-                self._files[name] = json.loads(source), json.loads(read.to_json_string())
+                loaded = reader.from_pretrained(model.name_or_path, local_files_only=True)
+                self._files[name] = json.loads(source), json.loads(loaded.to_json_string())
 
     def keep(self, directory: Path) -> None:
         """Give the configs that transformers has written into `directory` the form of their source."""
@@ -87,16 +87,16 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """Return the source's files, changed where the tokenizer differs from one that was read from them just now."""
-    own, path = _written(tokenizer), tokenizer.name_or_path
-    found = {name: source_file(path, name) for name in TOKENIZER_FILES}
-    source = {name: content for name, content in found.items() if content is not None}
+    written, path = _written(tokenizer), tokenizer.name_or_path
+    contents = {name: source_file(path, name) for name in TOKENIZER_FILES}
+    source = {name: content for name, content in contents.items() if content is not None}
     if TOKENIZER_CONFIG not in source:
-        return own
+        return written
     unchanged = _written(stored_tokenizer(path))
-    changed = {name: own[name] for name in own if not _same(name, own[name], unchanged.get(name))}
+    changed = {name: written[name] for name in written if not _same(name, written[name], unchanged.get(name))}
     if TOKENS in changed:  # it holds all tokens; the other files would hold those of the source
         source = {TOKENIZER_CONFIG: source[TOKENIZER_CONFIG]}
-    config, before, after = (json.loads(files[TOKENIZER_CONFIG]) for files in (source, unchanged, own))
+    config, before, after = (json.loads(files[TOKENIZER_CONFIG]) for files in (source, unchanged, written))
     if TEMPLATE in changed and "chat_template" in config:
         after["chat_template"] = changed.pop(TEMPLATE).decode()
     if after != before:
@@ -112,7 +112,7 @@ def _changed(
     source: Mapping[str, Any], unchanged: Mapping[str, Any], written: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the source with changes to the keys whose values in `unchanged` and `written` differ."""
-    found = dict(source)
+    config = dict(source)
     for key in {**unchanged, **written}:
         before: Any = unchanged.get(key)
         after: Any = written.get(key)
@@ -120,24 +120,26 @@ def _changed(
         if before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict) and isinstance(source.get(key), dict):
-            found[key] = _changed(source[key], before, after)
+            config[key] = _changed(source[key], before, after)
         elif key == "rope_parameters" and key not in source and "rope_type" in after:
             scaling = {name: value for name, value in after.items() if name != "rope_theta"}
-            found["rope_theta"] = after["rope_theta"]
-            found["rope_scaling"] = None if after["rope_type"] == "default" else scaling
+            config["rope_theta"] = after["rope_theta"]
+            config["rope_scaling"] = None if after["rope_type"] == "default" else scaling
         elif key in written:
-            found[old] = after
+            config[old] = after
         else:
-            found.pop(old, None)
-    return found
+            config.pop(old, None)
+    return config
 
 
 def _same(name: str, one: bytes, other: bytes | None) -> bool:
     """Whether two files of a tokenizer hold the same; how the last texts were padded and cut is left out."""
     if one == other or other is None or name != TOKENS:
         return one == other
-    own, stored = (json.loads(content) | {"padding": None, "truncation": None} for content in (one, other))
-    return bool(own == stored)
+    content_now, stored = (
+        json.loads(content) | {"padding": None, "truncation": None} for content in (one, other)
+    )
+    return bool(content_now == stored)
 
 
 def _written(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
@@ -149,14 +151,14 @@ def _written(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
 
 def source_file(path: str, name: str) -> bytes | None:
     """Return a file of a model directory, or of a model on the hub if it was downloaded before; None without one."""
-    found = path and cached_file(
+    file = path and cached_file(
         path,
         name,
         local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return Path(found).read_bytes() if found else None
+    return Path(file).read_bytes() if file else None
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -146,12 +146,12 @@ class TorchBackend(ModelBackend):
             # DDP's buckets, whose slices are the gradients, exist from the start to the end of a run.
             return replace(whole, gradients=0, buckets=whole.gradients)
         sizes = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
-        kept, host = {name: part_of(size, ranks) for name, size in sizes.items()}, 0
+        device, host = {name: part_of(size, ranks) for name, size in sizes.items()}, 0
         if options.get("cpu_offload"):
-            kept, host = dict.fromkeys(sizes, 0), sum(kept.values())
+            device, host = dict.fromkeys(sizes, 0), sum(device.values())
         together = gathered(shape, precision, trains=trains)
         # FSDP2 casts what it puts together
-        return replace(whole, **kept, casts=0, gathered=together, host=host)
+        return replace(whole, **device, casts=0, gathered=together, host=host)
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
@@ -206,9 +206,9 @@ class TorchBackend(ModelBackend):
 
     @torch.no_grad()
     def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        own = {**dict(self.model.named_parameters()), **dict(self._buffers())}
+        tensors = {**dict(self.model.named_parameters()), **dict(self._buffers())}
         for name, tensor in weights:
-            self._put(name, own[name], tensor)
+            self._put(name, tensors[name], tensor)
 
     def _own_specs(self) -> list[TensorSpec]:
         parameters = self.model.named_parameters() if self.adapter is None else self.adapter.base_parameters()

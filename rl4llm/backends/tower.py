@@ -68,8 +68,8 @@ class Tower:
     @property
     def parts(self) -> nn.ModuleDict:
         """Return the modules with its weights."""
-        found = {name: part for name, part in self._module.named_children() if name != "language_model"}
-        return nn.ModuleDict(found)
+        modules = {name: part for name, part in self._module.named_children() if name != "language_model"}
+        return nn.ModuleDict(modules)
 
     def __deepcopy__(self, memo: Any) -> Tower:
         return self  # its weights are those of the original
@@ -83,14 +83,14 @@ class Tower:
         if self.trains:
             with torch.autocast(device.type, enabled=False):
                 return self._computed(images, device)
-        found = self._features_of(images, device)
+        features = self._features_of(images, device)
         most, used = FEATURE_BYTES, {image.digest for image in images}
-        size = sum(kept.nbytes for kept in self._kept.values())
+        size = sum(feature.nbytes for feature in self._kept.values())
         for digest in [digest for digest in self._kept if digest not in used]:
             if size <= most:
                 break
             size -= self._kept.pop(digest).nbytes
-        return torch.cat(found)
+        return torch.cat(features)
 
     def forget(self) -> None:
         """Drop the features that are kept, since the weights have changed."""
@@ -108,11 +108,11 @@ class Tower:
         chosen_MKD = features_NKD[feature_ids_BT[shown_BT]]
         embedded_BTD = model.get_input_embeddings()(token_ids_BT)
         first_MD = chosen_MKD[:, 0].to(embedded_BTD.dtype)
-        found = {"inputs_embeds": embedded_BTD.masked_scatter(shown_BT[..., None], first_MD)}
+        arguments = {"inputs_embeds": embedded_BTD.masked_scatter(shown_BT[..., None], first_MD)}
         if chosen_MKD.shape[1] == 1:
-            return found
+            return arguments
         later = [part.contiguous() for part in chosen_MKD[:, 1:].unbind(1)]
-        return {**found, "visual_pos_masks": shown_BT, "deepstack_visual_embeds": later}
+        return {**arguments, "visual_pos_masks": shown_BT, "deepstack_visual_embeds": later}
 
     def masks(
         self, model: PreTrainedModel, real_RT: Tensor, feature_ids_RT: Tensor | None, images: Sequence[Image]
@@ -160,12 +160,14 @@ class Tower:
         _, places = self.sequence
         features = torch.full((1, len(positions)), -1)
         features[0, places[0].offset : places[0].end] = torch.arange(places[0].length)
-        found = {"feature_ids_BT": features, "images": (self.probe,)}
+        arguments = {"feature_ids_BT": features, "images": (self.probe,)}
         if self.vision.axes == 1:
-            return found
-        shared, own = (self.vision.positions(max(positions) + 1, given) for given in (places, ()))
-        axes = np.concatenate([shared[positions[:-alone]], own[positions[-alone:]]])
-        return {**found, "axes_BTA": torch.from_numpy(axes)[None]}
+            return arguments
+        shared, alone_axes = (
+            self.vision.positions(max(positions) + 1, image_places) for image_places in (places, ())
+        )
+        axes = np.concatenate([shared[positions[:-alone]], alone_axes[positions[-alone:]]])
+        return {**arguments, "axes_BTA": torch.from_numpy(axes)[None]}
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise ModelError unless the text model with these inputs computes what the family's class computes."""
@@ -187,13 +189,13 @@ class Tower:
                 model.base_model, input_ids=ids_BT, attention_mask=every_BT, **marks
             )
             for self.both_ways in (False, True) if "token_type_ids" in marks else (False,):
-                found = model.base_model(
+                states = model.base_model(
                     **inputs,
                     attention_mask=self.masks(model, every_BT, feature_ids_BT, [self.probe]),
                     position_ids=axes.T[:, None] if axes.shape[1] > 1 else axes.T,
                     use_cache=False,
                 ).last_hidden_state
-                largest = (found.float() - expected).abs().max()
+                largest = (states.float() - expected).abs().max()
                 apart[self.both_ways] = float(largest / expected.abs().max())
         self.both_ways = min(apart, key=lambda way: apart[way])
         if not apart[self.both_ways] <= TOLERANCES[model.dtype]:
@@ -205,12 +207,14 @@ class Tower:
 
     def _class_states(self, text: nn.Module, **inputs: Tensor) -> Tensor:
         """Return the last states of the family's class around this text model for the probe."""
-        own, without = self._module, self._module.language_model
+        module, without = self._module, self._module.language_model
         try:
-            own.language_model = text
-            output = own(**inputs, **self._pixels([self.probe], inputs["input_ids"].device), use_cache=False)
+            module.language_model = text
+            output = module(
+                **inputs, **self._pixels([self.probe], inputs["input_ids"].device), use_cache=False
+            )
         finally:
-            own.language_model = without
+            module.language_model = without
         states: Tensor = output.last_hidden_state.float()
         return states
 
@@ -249,10 +253,10 @@ class Tower:
 
     def _computed(self, images: Sequence[Image], device: torch.device) -> Tensor:
         output = self._module.get_image_features(**self._pixels(images, device))
-        for image, found in zip(images, output.pooler_output, strict=True):
-            if len(found) != self.vision.tokens(image):
+        for image, feature in zip(images, output.pooler_output, strict=True):
+            if len(feature) != self.vision.tokens(image):
                 raise ModelError(
-                    f"The model made {len(found)} tokens of an image of {image.height} x {image.width} pixels that stands "
+                    f"The model made {len(feature)} tokens of an image of {image.height} x {image.width} pixels that stands "
                     f"at {self.vision.tokens(image)} places."
                 )
         later = getattr(output, "deepstack_features", None) or ()
@@ -261,8 +265,8 @@ class Tower:
     def _pixels(self, images: Sequence[Image], device: torch.device) -> dict[str, Any]:
         if not self.trains and next(self._module.parameters()).device != device:
             self._module.to(device)
-        made = self.vision.inputs([self.vision.store.pixels(image) for image in images])
-        return {name: value.to(device) for name, value in made.items()}
+        arrays = self.vision.inputs([self.vision.store.pixels(image) for image in images])
+        return {name: value.to(device) for name, value in arrays.items()}
 
 
 def add_tower(
@@ -330,7 +334,7 @@ def _image_side(path: str, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
         raise ModelError(f"The image side of model.path={path!r} is not whole: it has no {missing[0]}.")
     check_finite(model, path)
     prefix = f"{model.base_model_prefix}."
-    own = {prefix + name: tensor for name, tensor in model.base_model.named_parameters()}
-    stored = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(own)).items()}
-    names = {name.removeprefix(prefix): stored.get(id(tensor), name) for name, tensor in own.items()}
+    parameters = {prefix + name: tensor for name, tensor in model.base_model.named_parameters()}
+    stored = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(parameters)).items()}
+    names = {name.removeprefix(prefix): stored.get(id(tensor), name) for name, tensor in parameters.items()}
     return model.base_model.requires_grad_(False).eval(), names

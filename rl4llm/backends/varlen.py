@@ -50,8 +50,8 @@ class Spans:
         before = np.where(parents >= 0, lengths[parents], 0)
         totals = before + lengths
         within = np.arange(int(totals.sum())) - np.repeat(np.cumsum(totals) - totals, totals)
-        prompts, own = np.repeat(begins[parents], totals), np.repeat(begins - before, totals)
-        keys = np.where(within < np.repeat(before, totals), prompts, own) + within
+        prompts, offsets = np.repeat(begins[parents], totals), np.repeat(begins - before, totals)
+        keys = np.where(within < np.repeat(before, totals), prompts, offsets) + within
 
         def placed(numbers: Ints, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(numbers).to(device, dtype, non_blocking=True)
@@ -152,11 +152,11 @@ def _difference(
     worst = 0.0
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         for window in (None, 6):
-            found = []
+            results = []
             for each in (kernel, plain_varlen):
                 q, k, v = (x.clone().requires_grad_() for x in random[:3])
                 out = Spans.of(each, lengths, parents, device).attend(q, k, v, width**-0.5, window)
-                found.append([out.detach(), *torch.autograd.grad((out * random[3]).sum(), (q, k, v))])
-            for one, other in zip(*found, strict=True):
-                worst = max(worst, float((one - other).abs().max() / other.abs().max()))
+                results.append([out.detach(), *torch.autograd.grad((out * random[3]).sum(), (q, k, v))])
+            for left, right in zip(*results, strict=True):
+                worst = max(worst, float((left - right).abs().max() / right.abs().max()))
     return worst

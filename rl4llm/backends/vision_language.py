@@ -67,10 +67,10 @@ class WholeCheckpoint:
         """Return how `from_pretrained` makes the names in the files those of the text model."""
         prefixes = {name.removesuffix(EMBEDDING) for name in self._places if name.endswith("." + EMBEDDING)}
         if len(prefixes) != 1:
-            found = ", ".join(sorted(prefixes)) or "none"
+            names = ", ".join(sorted(prefixes)) or "none"
             raise ModelError(
                 f"model.path={self._path!r} is a {type(self.config).__name__} whose text model was not found: it must have "
-                f"exactly one {EMBEDDING}; found behind: {found}. Use a checkpoint of the text model alone."
+                f"exactly one {EMBEDDING}; found behind: {names}. Use a checkpoint of the text model alone."
             )
         outputs = {name for name in self._places if name.endswith("." + OUTPUT)}
         return {f"^{re.escape(name)}": OUTPUT for name in outputs} | {
@@ -88,13 +88,13 @@ class WholeCheckpoint:
     def file_name(self, name: str) -> str:
         """Return the name in the files of a tensor of the image side, under any prefix; raise ModelError without one."""
         name = self.renamed.get(name, name)
-        found = [one for one in self._places if one == name or one.endswith(f".{name}")]
-        if len(found) != 1:
+        matches = [place for place in self._places if place == name or place.endswith(f".{name}")]
+        if len(matches) != 1:
             raise ModelError(
-                f"model.path={self._path!r} has {len(found)} tensors named {name}, not 1, so the image side cannot be "
+                f"model.path={self._path!r} has {len(matches)} tensors named {name}, not 1, so the image side cannot be "
                 "published. Set model.vision=frozen."
             )
-        return found[0]
+        return matches[0]
 
     def others(self, trained: Collection[str], tied: Collection[str]) -> list[TensorSpec]:
         """Describe the tensors that are not in memory; raise ModelError where a trained one is none of the checkpoint's.
@@ -107,8 +107,8 @@ class WholeCheckpoint:
                 f"The text model in {self._path!r} cannot be published as a part of its checkpoint, which has no "
                 f"{', '.join(unknown[:3])}. Use a checkpoint of the text model alone."
             )
-        left = sorted(self._places.keys() - set(trained) - set(tied))
-        return [spec for _, spec in self._read(left, lambda name, tensors: _spec(name, tensors))]
+        names = sorted(self._places.keys() - set(trained) - set(tied))
+        return [spec for _, spec in self._read(names, lambda name, tensors: _spec(name, tensors))]
 
     def read(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
         """Yield these tensors as the files hold them, one at a time."""
@@ -135,14 +135,14 @@ class WholeCheckpoint:
                         yield name, read(name, tensors)
 
     def _file(self, name: str) -> Path | None:
-        found = cached_file(
+        file = cached_file(
             self._path,
             name,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
             **self._hub,
         )
-        return None if found is None else Path(found)
+        return None if file is None else Path(file)
 
 
 def _spec(name: str, tensors: Any) -> TensorSpec:
@@ -202,12 +202,12 @@ def register_text_part(kind: type[PretrainedConfig]) -> bool:
     if kind.model_type not in FAMILIES:
         return False
     text = AutoModel._model_mapping[kind]
-    base = next(one for one in text.__mro__[1:] if issubclass(one, PreTrainedModel))
+    base = next(parent for parent in text.__mro__[1:] if issubclass(parent, PreTrainedModel))
     name = text.__name__.removesuffix("Model") + "ForCausalLM"
-    made: Any = type(
+    subclass: Any = type(
         name,
         (TextPart, base, GenerationMixin),
         {"config_class": kind, "_text_class": text, "__module__": __name__, "base_model_prefix": "model"},
     )
-    AutoModelForCausalLM.register(kind, made, exist_ok=True)  # which it wants for its own configs
+    AutoModelForCausalLM.register(kind, subclass, exist_ok=True)  # which it wants for its own configs
     return True

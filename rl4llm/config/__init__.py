@@ -49,21 +49,21 @@ def load_config(
     if not isinstance(overrides, Mapping):
         files += [Path(text) for text in overrides if _is_file(text)]
         overrides = [text for text in overrides if not _is_file(text)]
-    merged, given = _defaults(), set[str]()
+    merged, keys = _defaults(), set[str]()
     for file in files:
         try:
             layer = _read(file)
             merged = _merge(merged, layer)
         except ConfigError as error:
             raise ConfigError(error if str(file) in str(error) else f"{file}: {error}") from None
-        given |= flatten(layer).keys()
+        keys |= flatten(layer).keys()
     layer = layer_of(overrides, Config)
     merged = _merge(merged, layer)
     expand_paths(merged)
     if of_run:
         hide_unset(merged)
     config = _checked(merged)
-    config.given = frozenset(given | flatten(layer).keys())
+    config.given = frozenset(keys | flatten(layer).keys())
     return config
 
 
@@ -175,9 +175,9 @@ def _read(path: Path) -> dict[str, Any]:
         hint = " In double quotes a backslash begins an escape: use single quotes." if escape else ""
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.{hint}") from error
     if not isinstance(layer, dict):
-        found = "a list" if isinstance(layer, list) else f"{layer!r:.40}"
+        kind = "a list" if isinstance(layer, list) else f"{layer!r:.40}"
         raise ConfigError(
-            f"{path} must be a mapping of keys, not {found}. Accepted: lines such as max_steps: 100."
+            f"{path} must be a mapping of keys, not {kind}. Accepted: lines such as max_steps: 100."
         )
     return layer
 
@@ -197,8 +197,8 @@ def _found(path: Path) -> Path:
             f"{str(path)!r} is a key, but the first argument is a configuration file. Write the file before the keys, as in "
             f"`rl4llm train configs/gsm8k_grpo.yaml {path}`."
         )
-    known = {item.name for place in places for item in place.parent.glob("*.yaml") if item.is_file()}
-    near = difflib.get_close_matches(path.name, sorted(known), n=1)
+    names = {item.name for place in places for item in place.parent.glob("*.yaml") if item.is_file()}
+    near = difflib.get_close_matches(path.name, sorted(names), n=1)
     accepted = " Accepted: the path of a YAML file, or configs/NAME.yaml for a bundled one."
     hint = f" Did you mean {path.parent / near[0]}?" if near else accepted
     raise ConfigError(f"There is no configuration file {path}.{hint}")

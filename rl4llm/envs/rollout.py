@@ -209,11 +209,14 @@ class Rollout:
             for i, (sample, reward) in enumerate(zip(samples, scores.reward.tolist(), strict=True))
             if sample.failure is None
         }
-        for key, one in trajectories.items():
+        for key, trajectory in trajectories.items():
             won = successes(
-                self.env.reward_functions, one.rewards, reward=one.reward, success_at=self.env.success_at
+                self.env.reward_functions,
+                trajectory.rewards,
+                reward=trajectory.reward,
+                success_at=self.env.success_at,
             )
-            trajectories[key] = replace(one, successes=won)
+            trajectories[key] = replace(trajectory, successes=won)
         groups = [
             group_of(of_role, trajectories, frozen=of_role[0].role in self.env.frozen)
             for unit in played
@@ -225,7 +228,7 @@ class Rollout:
         )
 
     def _earn(self, played: Sequence[Episodes]) -> None:
-        earn([one for one in _attempts(played) if one.rewards is None], self.env.reward_functions)
+        earn([sample for sample in _attempts(played) if sample.rewards is None], self.env.reward_functions)
 
     def _counts(self, sample: SampleState) -> dict[str, int]:
         """Count the special tokens in the text of others, and tokens of thoughts that the template would have dropped."""
@@ -251,7 +254,12 @@ class Rollout:
 
 def _attempts(played: Sequence[Episodes]) -> list[SampleState]:
     """Return the samples of played episodes, except those of roles that never spoke."""
-    return [one for unit in played for one in unit.samples if one.failure is not None or one.policy_spans]
+    return [
+        sample
+        for unit in played
+        for sample in unit.samples
+        if sample.failure is not None or sample.policy_spans
+    ]
 
 
 @dataclass(slots=True, eq=False)
@@ -279,8 +287,8 @@ class Episodes:
 
     def by_role(self) -> Iterator[Sequence[SampleState]]:
         """Yield the samples of each role for each draw of a prompt, which become a group."""
-        for first in range(0, len(self.all), self.size):
-            yield from zip(*self.all[first : first + self.size], strict=True)
+        for start in range(0, len(self.all), self.size):
+            yield from zip(*self.all[start : start + self.size], strict=True)
 
     async def announce(self) -> None:
         """Announce all episodes to the engine, which may wait for them from now on."""

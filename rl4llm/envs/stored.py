@@ -27,8 +27,8 @@ PLAIN = (
 def write_played(path: Path, rounds: Iterable[Round]) -> None:
     """Write the units of some rounds that have been played and not taken, one a line."""
     with open(path, "w") as file:
-        for number, one in enumerate(rounds):
-            for place, unit in one.untaken():
+        for number, round_ in enumerate(rounds):
+            for place, unit in round_.untaken():
                 if is_played(unit) and (text := dump(unit)) is not None:
                     file.write(f'{{"round": {number}, "place": {place}, "samples": {text}}}\n')
 
@@ -39,17 +39,17 @@ def read_played(files: Iterable[Path], rounds: Iterable[Round], share: int, olde
     A step trains `share` draws. What trains in the next one may have no version before `oldest`, in the one after that none
     before `oldest + 1`, and so on. Other units are left to be played again.
     """
-    units, ahead, kept = {}, 0, 0
-    for number, one in enumerate(rounds):
-        for place, unit in one.untaken():
-            units[number, place] = unit, oldest + (ahead + place - one.taken) // share
-        ahead += one.left
+    units, ahead, played = {}, 0, 0
+    for number, round_ in enumerate(rounds):
+        for place, unit in round_.untaken():
+            units[number, place] = unit, oldest + (ahead + place - round_.taken) // share
+        ahead += round_.left
     for file in files:
         for row in map(json.loads, file.open()):
-            found = units.get((row["round"], row["place"]))
-            if found is not None and take_over(found[0], row["samples"], oldest=found[1]):
-                kept += len(found[0].all) // found[0].size
-    return kept
+            waiting = units.get((row["round"], row["place"]))
+            if waiting is not None and take_over(waiting[0], row["samples"], oldest=waiting[1]):
+                played += len(waiting[0].all) // waiting[0].size
+    return played
 
 
 def is_played(unit: Episodes) -> bool:
@@ -68,7 +68,7 @@ def take_over(unit: Episodes, rows: Sequence[Mapping[str, Any]], oldest: int) ->
             return False
     except DataError:
         return False
-    if any(list(one.rewards or names) != names for one in samples):
+    if any(list(seat.rewards or names) != names for seat in samples):
         return False
     if any((span.version or 0) < oldest for sample in samples for span in sample.policy_spans):
         return False
@@ -101,12 +101,12 @@ def fill(samples: Sequence[SampleState], rows: Sequence[Mapping[str, Any]], visi
     if [(row["prompt_id"], row["index"]) for row in rows] != [(one.prompt_id, one.index) for one in samples]:
         return False
     for sample, row in zip(samples, rows, strict=True):
-        said, begin = row["messages"], len(sample.messages)
-        same = [_said(message, vision) for message in sample.messages] == said[:begin]
+        lines, begin = row["messages"], len(sample.messages)
+        same = [_said(message, vision) for message in sample.messages] == lines[:begin]
         if not same and not row["own_prompt"]:
             return False
-        kept = sample.messages if same else []
-        sample.messages = [*kept, *(_message(one, vision) for one in said[len(kept) :])]
+        same_messages = sample.messages if same else []
+        sample.messages = [*same_messages, *(_message(one, vision) for one in lines[len(same_messages) :])]
         for name in PLAIN:
             setattr(sample, name, row[name])
         sample.spans, *forks = ([_span(*span) for span in record] for record in row["records"])
@@ -132,7 +132,8 @@ def _row(sample: SampleState, vision: Any = None) -> dict[str, Any]:
         ],
         "own_prompt": sample.special.own_prompt,
         "turn_rewards": list(sample.turn_rewards.items()),
-        "rewards": rewards and {name: None if math.isnan(one) else one for name, one in rewards.items()},
+        "rewards": rewards
+        and {name: None if math.isnan(reward) else reward for name, reward in rewards.items()},
         "said": sample.episode.said if sample.episode else [],
     }
 
@@ -155,15 +156,17 @@ def _named(image: Image) -> list[Any]:
 
 def _places(span: TokenSpan) -> list[list[list[Any]]]:
     """Return what a stored span has after its version: the places of its images, if it has any."""
-    return [[[_named(one.image), one.offset, one.length] for one in span.images]] if span.images else []
+    return (
+        [[[_named(image.image), image.offset, image.length] for image in span.images]] if span.images else []
+    )
 
 
 def _message(row: Mapping[str, Any], vision: Any) -> ChatMessage:
     calls, parts = row["tool_calls"], row["parts"]
-    shown = tuple(
+    images = tuple(
         part if isinstance(part, str) else Picture(vision.store.png(Image(*part))) for part in parts
     )
-    return ChatMessage(**{**row, "tool_calls": None if calls is None else tuple(calls), "parts": shown})
+    return ChatMessage(**{**row, "tool_calls": None if calls is None else tuple(calls), "parts": images})
 
 
 def _span(

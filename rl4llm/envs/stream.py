@@ -88,7 +88,7 @@ class GroupStream:
     @property
     def left(self) -> int:
         """Return the number of draws that were admitted and not taken, over all ranks."""
-        return sum(one.left for one in self.rounds)
+        return sum(round_.left for round_ in self.rounds)
 
     def admit(self, total: int) -> None:
         """Draw `total` prompts, and start the episodes of this rank's share."""
@@ -135,30 +135,30 @@ class GroupStream:
     def state(self) -> dict[str, Any]:
         """Return where a resumed run continues, as JSON values. `stored` keeps what was not taken."""
         rounds = [
-            {name: getattr(one, name) for name in ("number", "cursor", "total", "taken")}
-            for one in self.rounds  # none replaces groups, as such a round is taken whole
+            {name: getattr(round_, name) for name in ("number", "cursor", "total", "taken")}
+            for round_ in self.rounds  # none replaces groups, as such a round is taken whole
         ]
         now = {"round": self._number, "refill": self._refill, "rounds": rounds}
         return {"prompts": self._prompts.state(), **now}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Episodes begin with the next draw, when the engines have the weights."""
-        for one in state["rounds"]:
-            self._prompts.restore(one["cursor"])
-            self._number = one["number"]
-            self.rounds.append(self._draw(one["total"]))
-            self.rounds[-1].taken = one["taken"]
+        for round_ in state["rounds"]:
+            self._prompts.restore(round_["cursor"])
+            self._number = round_["number"]
+            self.rounds.append(self._draw(round_["total"]))
+            self.rounds[-1].taken = round_["taken"]
         self._prompts.restore(state["prompts"])
         self._number, self._refill = state["round"], state["refill"]
 
     def _running(self) -> list[Running[None]]:
-        return [one.running for one in self.rounds if one.running is not None]
+        return [round_.running for round_ in self.rounds if round_.running is not None]
 
     def _begin(self) -> None:
         """Begin the episodes of a refill, and of the rounds that a checkpoint brought."""
-        for one in self.rounds:
-            if one.running is None:
-                one.running = self._runner.start(play_together(one.units))
+        for round_ in self.rounds:
+            if round_.running is None:
+                round_.running = self._runner.start(play_together(round_.units))
 
     def _draw(self, total: int) -> Round:
         prompts = self._prompts
@@ -168,5 +168,5 @@ class GroupStream:
         units = self._rollout.begin(
             rows, step=self._number, first_index=self._refill * most, earlier=prompts.earlier, **self._how()
         )
-        first = total * prompts.rank // prompts.world_size
-        return Round(self._number, cursor, total, first, rows, units)
+        start = total * prompts.rank // prompts.world_size
+        return Round(self._number, cursor, total, start, rows, units)

@@ -106,15 +106,15 @@ class LocalClient(BaseClient):
 
     def report_to(self, warn: Callable[[str], None]) -> None:
         """Warn if decoding takes the slower path without having been asked to."""
-        found = self._engine.describe()
-        if found["path"] == "model" and found["path_reason"] != "requested":
+        description = self._engine.describe()
+        if description["path"] == "model" and description["path_reason"] != "requested":
             warn(
-                f"The embedded engine samples with the model's own forward, which is slower: {found['path_reason']}."
+                f"The embedded engine samples with the model's own forward, which is slower: {description['path_reason']}."
             )
 
     def path(self) -> str:
-        found = self._engine.describe()
-        return f"samples with path={found['path']}, since {found['path_reason']}"
+        description = self._engine.describe()
+        return f"samples with path={description['path']}, since {description['path_reason']}"
 
     async def generate(
         self,
@@ -157,10 +157,10 @@ class LocalClient(BaseClient):
                 "trainer's weights. Update the parameters in place and pass kind='memory'."
             )
         if weight_ref.tensors is not None:
-            own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+            tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
             with torch.no_grad():
                 for name, tensor in weight_ref.tensors():
-                    own[name].copy_(tensor)
+                    tensors[name].copy_(tensor)
             if (tower := tower_of(self._model)) is not None:
                 tower.forget()
         self._engine.take_weights(weight_ref.version, keep_cache)

@@ -119,9 +119,9 @@ def prove(
     if dtype not in TOLERANCE:
         with evaluating(model), in_float32(model), autocasting(device, None):
             exact_BV = _forward(model, tokens_BT, lengths)
-        mine, own = ((x_BV - exact_BV).abs().mean().item() for x_BV in (found_BV, own_BV))
-        agreement = Agreement(mine, own)
-        if not mine <= FARTHER * own + 1e-6:
+        path_error, forward_error = ((x_BV - exact_BV).abs().mean().item() for x_BV in (found_BV, own_BV))
+        agreement = Agreement(path_error, forward_error)
+        if not path_error <= FARTHER * forward_error + 1e-6:
             raise UnsupportedModelError(f"{name} computes {kind} worse than its own forward: {agreement}")
         return agreement
     difference = (found_BV - own_BV).abs().max().item()

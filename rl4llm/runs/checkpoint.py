@@ -153,8 +153,8 @@ def _pointer_notes(root: Path, used: Path) -> tuple[str, ...]:
 def _prune(root: Path, newest: Path, keep: int) -> None:
     """Delete leftovers, what is older than `keep`, and later steps, which a resume from an older one has abandoned."""
     finals = sorted((path for path in _finals(root) if not path.suffix), key=_step)
-    kept = [path for path in finals if _step(path) <= _step(newest)][-keep:]
-    for path in [path for path in finals if path not in kept]:
+    newest_paths = [path for path in finals if _step(path) <= _step(newest)][-keep:]
+    for path in [path for path in finals if path not in newest_paths]:
         path.rename(path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}"))
     for path in list(_entries(root)):
         if UNFINISHED.fullmatch(path.name) or REPLACED.fullmatch(path.name):
@@ -165,7 +165,7 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
 
 def _failure(root: Path, step: int, num_bytes: int, error: BaseException) -> str:
     usual = max((_size(path) for path in _finals(root)), default=0)
-    kept = sorted(path.name for path in _finals(root))
+    names = sorted(path.name for path in _finals(root))
     mend = (
         "free some space, or"
         if is_full(error, NO_SPACE)
@@ -174,7 +174,7 @@ def _failure(root: Path, step: int, num_bytes: int, error: BaseException) -> str
     return (
         f"The checkpoint of step {step} could not be written to {root}: {str(error).rstrip('.')}."
         f"{space(root, max(usual, num_bytes), error)} "
-        f"The earlier checkpoints are intact ({', '.join(kept) or 'there are none'}). "
+        f"The earlier checkpoints are intact ({', '.join(names) or 'there are none'}). "
         f"Next: {mend} save less often or keep fewer (checkpoint.every, checkpoint.keep)."
     )
 

@@ -29,8 +29,8 @@ def private_directory(parent: Path | None = None) -> Path:
     """
     directory = (parent or Path(tempfile.gettempdir())) / f"rl4llm-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(f"{directory} is not a directory that only this user may write to")
     directory.chmod(0o700)
     return directory

@@ -21,11 +21,11 @@ def seal(directory: Path, *, known_hashes: Mapping[str, str] | None = None, **fa
 
     `known_hashes` are those of files that were hashed while they were written, and need not be read again.
     """
-    known = known_hashes or {}
-    found = (path for path in directory.rglob("*") if path.is_file() and path != directory / NAME)
-    names = {file.relative_to(directory).as_posix(): file for file in sorted(found)}
+    hashes = known_hashes or {}
+    paths = (path for path in directory.rglob("*") if path.is_file() and path != directory / NAME)
+    names = {file.relative_to(directory).as_posix(): file for file in sorted(paths)}
     files = {
-        name: {"size": file.stat().st_size, "xxh3_64": known.get(name) or _hash(file)}
+        name: {"size": file.stat().st_size, "xxh3_64": hashes.get(name) or _hash(file)}
         for name, file in names.items()
     }
     (directory / NAME).write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=1))

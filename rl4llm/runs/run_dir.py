@@ -211,10 +211,10 @@ class RunDir:
             item.name for item in self.path.iterdir() if item.name not in ours and ".tmp-" not in item.name
         )
         if foreign:
-            shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
+            names = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
             raise RunDirError(
                 f"output.dir={str(self.path)!r} is not empty and is not a run of rl4llm (it has no run.json, but holds "
-                f"{shown}). Accepted: a new or empty directory, or that of an earlier run. Next: choose another output.dir."
+                f"{names}). Accepted: a new or empty directory, or that of an earlier run. Next: choose another output.dir."
             )
 
     def _identified(self, plan: _Claim) -> dict[str, Any] | None:

@@ -61,8 +61,12 @@ def _line(error: BaseException) -> str:
 
 def line_of(cls: type, names: Sequence[str]) -> str:
     """Return ``file:line`` of a method in the user's part of a class, of one of `names` if there is one; "" without any."""
-    members = (one for base in cls.__mro__ for one in vars(base).values())
-    codes = [one.__code__ for one in members if isinstance(one, FunctionType) and one.__name__[0] != "_"]
+    members = (member for base in cls.__mro__ for member in vars(base).values())
+    codes = [
+        member.__code__
+        for member in members
+        if isinstance(member, FunctionType) and member.__name__[0] != "_"
+    ]
     users = [code for code in codes if _is_users(code.co_filename)]
     users.sort(key=lambda code: names.index(code.co_name) if code.co_name in names else len(names))
     return _place(users[0].co_filename, users[0].co_firstlineno) if users else ""
@@ -78,8 +82,8 @@ def _absolute(path: str) -> str:
 
 
 def _place(path: str, line: int) -> str:
-    shown = _cell(path := _absolute(path)) or path.removeprefix(os.path.join(os.getcwd(), ""))
-    return f"{shown}:{line}" if path else ""
+    cell = _cell(path := _absolute(path)) or path.removeprefix(os.path.join(os.getcwd(), ""))
+    return f"{cell}:{line}" if path else ""
 
 
 def _cell(path: str) -> str:

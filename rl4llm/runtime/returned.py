@@ -41,11 +41,11 @@ def _credits(algorithm: BaseAlgorithm, group: Group, returned: Any) -> Credits:
         accepted = f"shape ({size},), a number for each trajectory, or ({size}, {most}), one for each turn"
         raise _wrong(algorithm, 0, f"credits of {_shape(returned)}", accepted)
     rows = credits.tolist()
-    found: Credits = [row[:count] for row, count in zip(rows, turns, strict=True)] if per_turn else rows
-    if not all(map(math.isfinite, chain.from_iterable(found) if per_turn else found)):  # type: ignore[arg-type]
+    numbers: Credits = [row[:count] for row, count in zip(rows, turns, strict=True)] if per_turn else rows
+    if not all(map(math.isfinite, chain.from_iterable(numbers) if per_turn else numbers)):  # type: ignore[arg-type]
         accepted = "finite numbers; a deviation that may be 0 needs + 1e-6"
-        raise _wrong(algorithm, 0, f"credits that are not finite, {found!s:.100}", accepted)
-    return found
+        raise _wrong(algorithm, 0, f"credits that are not finite, {numbers!s:.100}", accepted)
+    return numbers
 
 
 def checked_losses(algorithm: BaseAlgorithm, *, critic: bool = False) -> TokenLosses:

@@ -177,9 +177,9 @@ class Running(Generic[T]):
 
 def end_all(running: Sequence[Running[Any]]) -> bool:
     """Cancel coroutines, and return whether all of them ended within `END_S` seconds."""
-    for one in running:
-        one.cancel()
-    return not wait([one.outcome for one in running], END_S).not_done
+    for coroutine in running:
+        coroutine.cancel()
+    return not wait([coroutine.outcome for coroutine in running], END_S).not_done
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -87,12 +87,12 @@ class Family:
     def kill(self) -> bool:
         """Kill all processes that are left; return whether there were any."""
         self._known.update(self._self.children(recursive=True))
-        left = [process for process in self._known if process.is_running()]
-        for process in left:
+        running = [process for process in self._known if process.is_running()]
+        for process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.runs()
-        return bool(left)
+        return bool(running)
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:

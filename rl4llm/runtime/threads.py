@@ -211,10 +211,10 @@ def _resumed(work: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, Any, 
     while True:
         resume: Any = work.send
         try:
-            given = yield awaited
+            value = yield awaited
         except BaseException as error:  # noqa: BLE001 - passed to the work, such as a cancellation
-            resume, given = work.throw, error
+            resume, value = work.throw, error
         try:
-            awaited = resume(given)
+            awaited = resume(value)
         except StopIteration as done:
             return done.value

@@ -169,17 +169,17 @@ class Canary:
             for answer in answers:
                 if isinstance(answer, BaseException) and not isinstance(answer, UnreachableError):
                     raise answer
-            found = {
+            differences = {
                 str(engine): answer
                 for engine, answer in zip(engines, answers, strict=True)
                 if isinstance(answer, float)
             }
-            if found:
+            if differences:
                 uncertain = _uncertainty(expected_BT)
                 self._calibrated = self._calibrated or {
-                    name: apart / uncertain for name, apart in found.items()
+                    name: apart / uncertain for name, apart in differences.items()
                 }
-                self.apart = max(found.values())
+                self.apart = max(differences.values())
                 return self.apart
             await client.version()  # a fleet waits here for a server, and raises when none comes back
         raise UnreachableError(
@@ -289,9 +289,13 @@ def summarize_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     if NEWEST in metrics:
         share, apart = metrics[NEWEST], {PREFIX + "max", NEWEST}
-        own = {name: value for name, value in metrics.items() if name.startswith(PREFIX)}
-        means = {name: value if name in apart else value / share for name, value in own.items() if share}
-        metrics = {name: metrics[name] for name in metrics.keys() - own.keys()} | {NEWEST: share} | means
+        mismatches = {name: value for name, value in metrics.items() if name.startswith(PREFIX)}
+        means = {
+            name: value if name in apart else value / share for name, value in mismatches.items() if share
+        }
+        metrics = (
+            {name: metrics[name] for name in metrics.keys() - mismatches.keys()} | {NEWEST: share} | means
+        )
     summary = {name: value for name, value in metrics.items() if name not in (WEIGHT, SQUARE)}
     if WEIGHT in metrics:
         summary[PREFIX + "ess"] = metrics[WEIGHT] ** 2 / max(metrics[SQUARE], 1e-30)

@@ -221,8 +221,13 @@ class BaseTrainer(ABC, Generic[AnyStep]):
 
         rank = "" if self.ranks.is_first else f"-rank{self.ranks.rank}"
         directory = self.run.failed_dir / f"step-{self.step + 1:06d}{rank}"
-        shown = {name: repr(value) for name, value in metrics.items()}  # JSON has no NaN
-        facts = {"step": self.step + 1, "model": model, "algorithm": self.algorithm.state(), "metrics": shown}
+        values = {name: repr(value) for name, value in metrics.items()}  # JSON has no NaN
+        facts = {
+            "step": self.step + 1,
+            "model": model,
+            "algorithm": self.algorithm.state(),
+            "metrics": values,
+        }
         save_update(directory, update.batches, self.models()[model], facts)
         raise NotFiniteError(
             f"{skipped} optimizer steps in a row were not finite (training.max_skipped), the last one in step "
@@ -290,7 +295,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
             if self.ranks.is_first:
                 (directory / name).mkdir()
             self.ranks.wait()
-            hashes |= {f"{name}/{file}": found for file, found in model.save(directory / name).items()}
+            hashes |= {f"{name}/{file}": digest for file, digest in model.save(directory / name).items()}
         return hashes
 
     def restore_files(self, directory: Path) -> None:

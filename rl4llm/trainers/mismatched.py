@@ -23,24 +23,24 @@ def mismatched(own: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
     If no prompt makes up more than half of the step, each answer is used once. Otherwise prompts without an answer to
     another prompt are left out. Every rank must call this. Each receives all answers of the step, at 4 bytes per token.
     """
-    answers = [one.policy_spans[0].token_ids for one in own]
+    answers = [trajectory.policy_spans[0].token_ids for trajectory in own]
     keys = [
-        (_digest(one.spans[0].token_ids), _digest(ids), len(ids))
-        for one, ids in zip(own, answers, strict=True)
+        (_digest(trajectory.spans[0].token_ids), _digest(ids), len(ids))
+        for trajectory, ids in zip(own, answers, strict=True)
     ]
-    rows_N3, first = _everyone(torch.tensor(keys, dtype=torch.int64).view(len(own), 3), ranks)
+    rows_N3, offset = _everyone(torch.tensor(keys, dtype=torch.int64).view(len(own), 3), ranks)
     tokens_N, _ = _everyone(
         torch.tensor([token for ids in answers for token in ids], dtype=torch.int32), ranks
     )
     every_answer = tokens_N.split(rows_N3[:, 2].tolist())
     partners = _partners([(prompt, answer) for prompt, answer, _ in rows_N3.tolist()])
-    found = []
-    for row, one in enumerate(own, first):
+    swapped = []
+    for row, trajectory in enumerate(own, offset):
         if row in partners:
             token_ids = tuple(every_answer[partners[row]].tolist())
             answer = TokenSpan(token_ids, "policy", (0.0,) * len(token_ids), 0)
-            found.append(replace(one, spans=(one.spans[0], answer), forks=()))
-    return found
+            swapped.append(replace(trajectory, spans=(trajectory.spans[0], answer), forks=()))
+    return swapped
 
 
 def _partners(rows: Sequence[tuple[int, int]]) -> dict[int, int]:
@@ -51,7 +51,7 @@ def _partners(rows: Sequence[tuple[int, int]]) -> dict[int, int]:
     order = sorted(range(len(rows)), key=rows.__getitem__)
     shift = max(Counter(prompt for prompt, _ in rows).values(), default=0)
     pairs = zip(order, order[shift:] + order[:shift], strict=True)
-    return {row: other for row, other in pairs if rows[row][0] != rows[other][0]}
+    return {row: partner for row, partner in pairs if rows[row][0] != rows[partner][0]}
 
 
 def _everyone(own: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
@@ -59,10 +59,10 @@ def _everyone(own: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
     counts_R = torch.zeros(ranks.size, dtype=torch.int64)
     counts_R[ranks.rank] = len(own)
     counts_R = ranks.total(counts_R)
-    first = int(counts_R[: ranks.rank].sum())
+    offset = int(counts_R[: ranks.rank].sum())
     everyone = own.new_zeros(int(counts_R.sum()), *own.shape[1:])
-    everyone[first : first + len(own)] = own
-    return ranks.total(everyone), first
+    everyone[offset : offset + len(own)] = own
+    return ranks.total(everyone), offset
 
 
 def _digest(token_ids: Sequence[int]) -> int:

@@ -51,7 +51,9 @@ class Preparation:
         """Return the optimizer steps after `step` finished steps, from groups that train."""
         needs, metrics = self.algorithm.needs(), {}
         groups = [  # the number in the step separates two draws of the same prompt
-            replace(group, trajectories=tuple(replace(one, draw=draw) for one in group.trajectories))
+            replace(
+                group, trajectories=tuple(replace(trajectory, draw=draw) for trajectory in group.trajectories)
+            )
             for draw, group in enumerate(groups)
         ]
         if needs.reward_kl is not None:
@@ -87,8 +89,8 @@ class Preparation:
         parts = self.batching.updates_per_rollout
         bounds = [len(groups) * part // parts for part in range(parts + 1)]
         shares = (slice(start, end) for start, end in itertools.pairwise(bounds))
-        found = [self._share(groups[share], credits[share]) for share in shares]
-        return [update for update, totals in found if totals.sequences] or [Update([])]
+        packed = [self._share(groups[share], credits[share]) for share in shares]
+        return [update for update, totals in packed if totals.sequences] or [Update([])]
 
     def _share(self, groups: Sequence[Group], credits: Sequence[Credits]) -> tuple[Update, StepTotals]:
         """Return the micro-batches of one optimizer step on this rank, and the totals of all ranks."""
@@ -97,17 +99,17 @@ class Preparation:
         members = chain(group.trajectories for group in groups)
         learners = chain(self.algorithm.learners(group) for group in groups)
         trajectories: list[Trajectory] = []
-        given: list[Credit] = []
+        token_credits: list[Credit] = []
         for trajectory, credit, learns in zip(members, chain(credits), learners, strict=True):
             turns = credit if isinstance(credit, Sequence) else [credit]
             if turns and learns:
                 is_needed = every_token or any(abs(turn) > NO_CREDIT for turn in turns)
                 trajectories.append(trajectory)
-                given.append(credit if is_needed else None)
-        own = torch.tensor(totals_of(trajectories), dtype=torch.float64)
-        totals = StepTotals(*map(int, self.ranks.total(own).tolist()))
+                token_credits.append(credit if is_needed else None)
+        counts = torch.tensor(totals_of(trajectories), dtype=torch.float64)
+        totals = StepTotals(*map(int, self.ranks.total(counts).tolist()))
         records = [record for trajectory in trajectories for record in trajectory.records]
-        return Update(self._aligned(self.batching.pack(trajectories, given, totals)), records), totals
+        return Update(self._aligned(self.batching.pack(trajectories, token_credits, totals)), records), totals
 
     def _aligned(self, batches: list[TrainBatch]) -> list[TrainBatch]:
         """Add empty batches until all ranks have equally many, since sharded models compute together."""
@@ -136,10 +138,12 @@ class Preparation:
             [trajectory for group in groups for trajectory in group.trajectories],
             lambda batch: kl(batch.sampled_logprobs_BT, self._numbers(self.reference, batch), estimator),
         )
-        left = iter((coefficient * penalties).tolist())
+        penalty = iter((coefficient * penalties).tolist())
         penalised = []
         for group in groups:
-            lower = tuple(replace(one, reward=one.reward - next(left)) for one in group.trajectories)
+            lower = tuple(
+                replace(member, reward=member.reward - next(penalty)) for member in group.trajectories
+            )
             penalised.append(replace(group, trajectories=lower))
         return penalised, self._mean(penalties).item()
 
@@ -164,7 +168,7 @@ class Preparation:
     def _sums(self, trajectories: Sequence[Trajectory], numbers_of: Callable[[TrainBatch], Tensor]) -> Tensor:
         """Sum over each trajectory, in fp64, the numbers (B, T) of its policy tokens in a batch."""
         owners = torch.tensor(
-            [i for i, one in enumerate(trajectories) for _ in one.records], dtype=torch.long
+            [i for i, trajectory in enumerate(trajectories) for _ in trajectory.records], dtype=torch.long
         )
         sums = torch.zeros(len(trajectories), dtype=torch.float64)
         for batch in self._aligned(self.batching.pack(trajectories, [1.0] * len(trajectories))):
@@ -181,14 +185,14 @@ class Preparation:
     @torch.no_grad()
     def _entropy(self, batch: TrainBatch) -> Tensor:
         """Return the entropy (B, T), in nats, of the policy's distribution at each of its tokens."""
-        found: list[Tensor] = []
+        entropies: list[Tensor] = []
 
         def read(
             _: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None
         ) -> tuple[Tensor, TokenMetrics]:
             assert entropy_BT is not None  # it was requested
-            found.append(entropy_BT.to(batch.mask_BT.device))
+            entropies.append(entropy_BT.to(batch.mask_BT.device))
             return torch.zeros_like(logprobs_BT), {}
 
         self.policy.forward_backward(batch, read, temperature=self.temperature, entropy=True)
-        return found[0]
+        return entropies[0]

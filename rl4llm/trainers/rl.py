@@ -99,12 +99,12 @@ class RLTrainer(BaseTrainer[RLStep]):
             while (missing := share * self._steps_ahead() - self.stream.left) > 0:
                 self.stream.admit(min(missing, share))
             step = self._take(share)
-            wanted = self._total(self.rollout.count_groups(step.rows)) if most else 0
-            while refills < most and (missing := wanted - self._count(step)[0]) > 0:
+            target = self._total(self.rollout.count_groups(step.rows)) if most else 0
+            while refills < most and (missing := target - self._count(step)[0]) > 0:
                 refills += 1
-                more = self._take(math.ceil(missing * share / wanted))
-                step.groups += more.groups
-                step.failed += more.failed
+                refill = self._take(math.ceil(missing * share / target))
+                step.groups += refill.groups
+                step.failed += refill.failed
         self._observe(step)
         if most:
             kept, played = self._count(step)
@@ -124,8 +124,8 @@ class RLTrainer(BaseTrainer[RLStep]):
             prepared = self.preparation.prepare(list(compress(step.groups, trains)), self.step)
             credits = iter(prepared.credits)
             step.credits = [
-                next(credits) if kept else [0.0] * len(group.trajectories)
-                for group, kept in zip(step.groups, trains, strict=True)
+                next(credits) if trained else [0.0] * len(group.trajectories)
+                for group, trained in zip(step.groups, trains, strict=True)
             ]
             step.counts |= prepared.metrics
             if self.tracker.stores_episodes(self.step + 1):
@@ -245,9 +245,12 @@ class RLTrainer(BaseTrainer[RLStep]):
             from rl4llm.envs.stored import read_played  # noqa: PLC0415 - synchronous runs never need it
 
             share, oldest = self.prompts.batch_size * self.ranks.size, self.step - self.staleness.limit
-            own, files = directory / f"played-{self.ranks.rank}.jsonl", list(directory.glob("played-*.jsonl"))
+            file, files = (
+                directory / f"played-{self.ranks.rank}.jsonl",
+                list(directory.glob("played-*.jsonl")),
+            )
             # As many ranks as before play the same draws each.
-            files = [own] if len(files) == self.ranks.size else files
+            files = [file] if len(files) == self.ranks.size else files
             self.stream.kept = read_played(files, self.stream.rounds, share, oldest)
 
     def begin(self, step: int) -> None:
@@ -256,9 +259,9 @@ class RLTrainer(BaseTrainer[RLStep]):
             [(row["what"], row["value"]) for row in self.plan], title="how a rollout becomes updates"
         )
         if begun := self.stream.left:
-            kept = self._total(self.stream.kept)
+            played = self._total(self.stream.kept)
             self.tracker.note(
-                f"{kept} prompts have been played; {begun - kept} are played again, from their seeds"
+                f"{played} prompts have been played; {begun - played} are played again, from their seeds"
             )
 
     @property
@@ -297,11 +300,11 @@ class RLTrainer(BaseTrainer[RLStep]):
             self.tracker.stopped_by(self.step + 1, error.failed)
             raise
         # Every token must come from weights that were published, and not from too old ones, whatever an engine did since.
-        found = {span.version for trajectory in result.trajectories for span in trajectory.policy_spans}
+        versions = {span.version for trajectory in result.trajectories for span in trajectory.policy_spans}
         oldest = max(0, self.step - self.staleness.limit)
-        if not found.issubset(range(oldest, self.step + 1)):
+        if not versions.issubset(range(oldest, self.step + 1)):
             raise StaleWeightsError(
-                f"{self.inference.client} sampled tokens with versions {sorted(found, key=str)} of the weights, but "
+                f"{self.inference.client} sampled tokens with versions {sorted(versions, key=str)} of the weights, but "
                 f"version {self.step} was published and rollout.max_staleness={self.staleness.limit}. Training stops. Look "
                 "for a restart or another trainer in the server's log."
             )
@@ -319,9 +322,9 @@ class RLTrainer(BaseTrainer[RLStep]):
 
     def _count(self, step: RLStep) -> tuple[int, int]:
         """Return how many groups train and how many are not frozen, over all ranks."""
-        kept = sum(self._trains(group) for group in step.groups)
+        trained = sum(self._trains(group) for group in step.groups)
         played = sum(not group.frozen for group in step.groups)
-        return self._total(kept), self._total(played)
+        return self._total(trained), self._total(played)
 
     def _total(self, number: int) -> int:
         """Return the sum over all ranks."""
@@ -331,9 +334,9 @@ class RLTrainer(BaseTrainer[RLStep]):
         """Report to the prompts how many episodes of each part succeeded, if the next prompts depend on it."""
         if not self.prompts.watched:
             return
-        members = [one for group in step.groups if not group.frozen for one in group.trajectories]
-        own = [[one for one in members if one.part == part] for part in self.prompts.watched]
-        counts = torch.tensor([[sum(bool(one.success) for one in part), len(part)] for part in own])
+        members = [member for group in step.groups if not group.frozen for member in group.trajectories]
+        parts = [[member for member in members if member.part == part] for part in self.prompts.watched]
+        counts = torch.tensor([[sum(bool(member.success) for member in part), len(part)] for part in parts])
         self.prompts.observe(dict(zip(self.prompts.watched, self.ranks.total(counts).tolist(), strict=True)))
         step.counts |= self.prompts.metrics()
 

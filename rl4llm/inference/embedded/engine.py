@@ -228,9 +228,9 @@ class Engine:
         if not token_ids:
             raise RefusedError(f"{where}: the prompt is empty; give at least one token.")
         if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
+            invalid = next(token for token in token_ids if not 0 <= token < self.vocab_size)
             raise RefusedError(
-                f"{where}: token id {wrong} is outside the vocabulary: 0 to {self.vocab_size - 1}."
+                f"{where}: token id {invalid} is outside the vocabulary: 0 to {self.vocab_size - 1}."
             )
 
     @torch.inference_mode()
@@ -261,9 +261,9 @@ class Engine:
         rows = min(self._max_rows, len(self._rows.active) + len(self.waiting))
         self._cache.reserve(rows, 0)  # once for all that wait, since to grow is to copy
         count = startable(self.waiting[: self._rows.free], self._rows.parked, self.device)
-        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        admitted, self.waiting = self.waiting[:count], self.waiting[count:]
         self._prefixes.sweep((*self._rows.active, *self._rows.parked))
-        newcomers = [self._newcomer(request) for request in taken]
+        newcomers = [self._newcomer(request) for request in admitted]
         self._share([item for item in newcomers if not item.start])
         newcomers.sort(key=lambda item: item.order)
         self._counters.evictions += self._rows.admit([item.row for item in newcomers])
@@ -300,7 +300,9 @@ class Engine:
         added = [self._prefixes.add(ids, in_place) for ids in new]
         seen = [groups[prefix.token_ids][0].row.request.seen for prefix in added]
         pairs = zip(added, seen, strict=True)
-        self._fill(self._prefix_cache, [Fill(new.slot, 0, new.token_ids, None, own) for new, own in pairs])
+        self._fill(
+            self._prefix_cache, [Fill(new.slot, 0, new.token_ids, None, suffix) for new, suffix in pairs]
+        )
         for ids, group in groups.items():
             prefix = self._prefixes.find(ids)
             for item in group if prefix else ():

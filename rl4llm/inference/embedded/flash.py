@@ -119,7 +119,7 @@ def _difference(
     begins = queries, queries * capacity
     lengths = torch.tensor([1, 100, capacity], dtype=torch.int32, device=device)
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-        found = kernel(query, slab, begins, capacity, lengths, width**-0.5).float()
+        output = kernel(query, slab, begins, capacity, lengths, width**-0.5).float()
         keys, values = (
             x.unflatten(0, (-1, capacity))[:rows].transpose(1, 2) for x in slab.float().chunk(2, 1)
         )
@@ -127,4 +127,4 @@ def _difference(
         expected = F.scaled_dot_product_attention(
             query.float()[:, :, None], keys, values, mask, scale=width**-0.5, enable_gqa=True
         )[:, :, 0]
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((output - expected).abs().max() / expected.abs().max())

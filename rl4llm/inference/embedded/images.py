@@ -30,10 +30,10 @@ class Seen:
 
     def positions(self, start: int, count: int) -> Ints:
         """Return the positions (count, A) of tokens from `start` on; those after the sequence are text."""
-        own = self.axes[start : start + count]
-        first = int(self.axes.max()) + 1 + max(0, start - len(self.axes))
-        after = np.arange(first, first + count - len(own))
-        return np.concatenate([own, np.repeat(after[:, None], self.axes.shape[1], 1)])
+        axes = self.axes[start : start + count]
+        position = int(self.axes.max()) + 1 + max(0, start - len(self.axes))
+        after = np.arange(position, position + count - len(axes))
+        return np.concatenate([axes, np.repeat(after[:, None], self.axes.shape[1], 1)])
 
 
 def see(
@@ -48,7 +48,7 @@ def see(
         raise RefusedError(
             f"{where}: the prompt has images, but the model reads text. Set model.vision=frozen."
         )
-    found, end = list(token_ids), 0
+    ids, end = list(token_ids), 0
     for place in places:
         tokens = tower.vision.tokens(place.image)
         if place.offset < end or place.length != tokens or place.end >= len(token_ids):
@@ -57,8 +57,8 @@ def see(
                 "tokens. Images are in order, do not overlap, and text follows the last one."
             )
         end = place.end
-        found[place.offset : end] = [-1 - int(place.image.digest[:15], 16)] * tokens
-    return found, Seen(tuple(places), tower.vision.positions(len(token_ids), places))
+        ids[place.offset : end] = [-1 - int(place.image.digest[:15], 16)] * tokens
+    return ids, Seen(tuple(places), tower.vision.positions(len(token_ids), places))
 
 
 def show(
@@ -78,11 +78,11 @@ def show(
     features = np.full((len(rows), window.count), -1)
     total = 0
     for row, (start, item) in enumerate(rows):
-        for place, first, last in _parts(start, window.count, item):
+        for place, begin, end in _parts(start, window.count, item):
             if place.image not in begins:
                 begins[place.image], total = total, total + place.length
             offset = begins[place.image] + start - place.offset
-            features[row, first:last] = np.arange(first, last) + offset
+            features[row, begin:end] = np.arange(begin, end) + offset
     if begins:
         window.features = torch.from_numpy(features).to(device), tuple(begins)
     return [[max(token, 0) for token in row] for row in tokens_BS]
@@ -98,6 +98,6 @@ def window_of(make: Callable[[], Window], starts: Sequence[int], seen: Sequence[
 def _parts(start: int, count: int, seen: Seen | None) -> Iterator[tuple[ImagePlace, int, int]]:
     """Yield the places with tokens in a window, each with the first and the end of its columns there."""
     for place in () if seen is None else seen.places:
-        first, last = max(place.offset - start, 0), min(place.end - start, count)
-        if first < last:
-            yield place, first, last
+        begin, end = max(place.offset - start, 0), min(place.end - start, count)
+        if begin < end:
+            yield place, begin, end

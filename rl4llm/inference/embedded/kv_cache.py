@@ -59,8 +59,8 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        kept = (self._keys, self._values, self.states)
-        return sum(slab.numel() * slab.element_size() for slabs in kept for slab in slabs.values())
+        caches = (self._keys, self._values, self.states)
+        return sum(slab.numel() * slab.element_size() for slabs in caches for slab in slabs.values())
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` tokens, and keep the content."""
@@ -260,21 +260,25 @@ class Window:
     ):
         self.first, self.rows, self.count, self.prefix = first, len(starts), count, prefix
         self.capacity, self._device = cache.capacity, cache.device
-        own = starts if bases is None else [start - base for start, base in zip(starts, bases, strict=True)]
+        offsets = (
+            starts if bases is None else [start - base for start, base in zip(starts, bases, strict=True)]
+        )
         self.fresh = max(starts) == 0 and count > 1
         self.opening = [row for row, start in enumerate(starts) if not start]
-        self.span, self.last = max(own) + count, max(starts) + count
+        self.span, self.last = max(offsets) + count, max(starts) + count
         steps = torch.arange(count, device=cache.device)
         self.positions_BS = torch.tensor(starts, device=cache.device)[:, None] + steps
         self._own_BS = (
-            self.positions_BS if own is starts else torch.tensor(own, device=cache.device)[:, None] + steps
+            self.positions_BS
+            if offsets is starts
+            else torch.tensor(offsets, device=cache.device)[:, None] + steps
         )
         self.axes_ABS: Tensor | None = None
         self.features: tuple[Tensor, tuple[Image, ...]] | None = None
         self._index: dict[int, Tensor] = {}
         self._mask: Tensor | None = None
-        self.parts = similar(own) if count == 1 and cache.device.type == "cpu" else [(slice(None), 0)]
-        even = min(own) == max(own) and (prefix is None or prefix.even)
+        self.parts = similar(offsets) if count == 1 and cache.device.type == "cpu" else [(slice(None), 0)]
+        even = min(offsets) == max(offsets) and (prefix is None or prefix.even)
         if not self.fresh and (count > 1 or not even):
             self._mask = self._hidden(cache.dtype, self.capacity if count == 1 else self.span)
 
@@ -327,13 +331,13 @@ class Window:
 def similar(lengths: Sequence[int]) -> list[tuple[slice, int]]:
     """Split rows where one padded part would waste more than another part costs; see `Window`."""
     parts: list[tuple[slice, int]] = []
-    longest, first, longest_here, waste = max(lengths), 0, lengths[0], 0
+    longest, begin, longest_here, waste = max(lengths), 0, lengths[0], 0
     for row, length in enumerate([*lengths[1:], None], start=1):
         if length is not None:
-            waste += (row - first) * max(0, length - longest_here) + max(0, longest_here - length)
+            waste += (row - begin) * max(0, length - longest_here) + max(0, longest_here - length)
             if waste <= PADDING:
                 longest_here = max(longest_here, length)
                 continue
-        parts.append((slice(first, row), longest - longest_here))
-        first, longest_here, waste = row, length or 0, 0
+        parts.append((slice(begin, row), longest - longest_here))
+        begin, longest_here, waste = row, length or 0, 0
     return parts

@@ -87,10 +87,10 @@ class LlamaDecoder(Decoder):
 
     def serves(self, model: Any) -> bool:
         try:
-            other = LlamaDecoder(model, self._context_length, self._autocast)
+            decoder = LlamaDecoder(model, self._context_length, self._autocast)
         except UnsupportedModelError:
             return False
-        return other._signature() == self._signature()
+        return decoder._signature() == self._signature()
 
     def refresh(self) -> None:
         for part in self._parts():
@@ -112,10 +112,10 @@ class LlamaDecoder(Decoder):
 
     def _signature(self) -> list[Any]:
         """Return what tells this decoder from one that reads other tensors, or other scalings of adapters."""
-        read: list[Tensor | float | None] = [self.embedding]
+        values: list[Tensor | float | None] = [self.embedding]
         for part in self._parts():
-            read += [part.weight] if isinstance(part, Norm) else part.read()
-        return [(id(x), x.dtype, x.device) if isinstance(x, Tensor) else x for x in read]
+            values += [part.weight] if isinstance(part, Norm) else part.read()
+        return [(id(x), x.dtype, x.device) if isinstance(x, Tensor) else x for x in values]
 
     def _hidden(self, token_ids_BS: Tensor, cache: KVCache, fill_only: bool = False) -> Tensor:
         window, prefix = cache.window, cache.window.prefix

@@ -79,17 +79,17 @@ class Layers:
         ]
         self.recurrent = any(type(layer) is LinearAttentionLayer for layer in self.cached)
         self.windows: dict[str, int | None] = {}
-        known = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
-        strange = set()
+        supported = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+        unsupported = set()
         # In older releases the last layers, which read what earlier ones cached, are missing here.
         for kind, layer in zip(kinds, self.cached, strict=False):
-            if type(layer) not in known and type(layer).__name__ != DUMMY:
-                strange.add(kind)
+            if type(layer) not in supported and type(layer).__name__ != DUMMY:
+                unsupported.add(kind)
             size = getattr(layer, "sliding_window", self.windows.get(kind))
             if self.windows.setdefault(kind, size) != size:
-                strange.add(f"{kind} layers with windows of {self.windows[kind]} and {size}")
-        if strange or (getattr(model, "_is_stateful", False) and not declared):
-            what = ", ".join(sorted(strange)) or "a recurrent state"
+                unsupported.add(f"{kind} layers with windows of {self.windows[kind]} and {size}")
+        if unsupported or (getattr(model, "_is_stateful", False) and not declared):
+            what = ", ".join(sorted(unsupported)) or "a recurrent state"
             raise EngineError(
                 f"{type(model).__name__} uses {what}, which the embedded engine cannot cache. Use another model or engine."
             )
@@ -202,8 +202,8 @@ def _keep_states(cache: KVCache, number: int, layer: LinearAttentionLayer) -> No
     for field in STATES:
         for index, states in getattr(layer, field).items():
             if states is not None:
-                kept = cache.states_like((number, field, index), states)
-                rows = kept[cache.window.first : cache.window.first + cache.window.rows]
+                slab = cache.states_like((number, field, index), states)
+                rows = slab[cache.window.first : cache.window.first + cache.window.rows]
                 if rows.data_ptr() != states.data_ptr():
                     rows.copy_(states)
 

@@ -27,7 +27,7 @@ class AutocastCopy:
         shared = {id(tensor): tensor for tensor in (*original.parameters(), *original.buffers())}
         self.model = copy.deepcopy(original, shared)
         self._pairs: dict[nn.Parameter, nn.Parameter] = {}
-        linears = [one for one in self.model.named_modules() if isinstance(one[1], nn.Linear)]
+        linears = [item for item in self.model.named_modules() if isinstance(item[1], nn.Linear)]
         for module in [module for name, module in linears if not name.startswith(IMAGE_SIDE)]:
             for name, source in list(module.named_parameters(recurse=False)):
                 cast = nn.Parameter(source.detach().to(dtype), requires_grad=False)
@@ -116,13 +116,13 @@ class Projections:
         """Return one `down` for all adapters, and one `up` with theirs as blocks, which includes the scaling."""
         lows = [low for low in self._lows if low is not None]
         down_RD = torch.cat([low.down for low in lows]).to(dtype)
-        up_NR, first, column = down_RD.new_zeros(sum(self._sizes), len(down_RD)), 0, 0
+        up_NR, row, column = down_RD.new_zeros(sum(self._sizes), len(down_RD)), 0, 0
         for size, low in zip(self._sizes, self._lows, strict=True):
             if low is not None:
                 rank = low.up.shape[1]
-                up_NR[first : first + size, column : column + rank] = low.up * low.scaling
+                up_NR[row : row + size, column : column + rank] = low.up * low.scaling
                 column += rank
-            first += size
+            row += size
         return down_RD, up_NR
 
 

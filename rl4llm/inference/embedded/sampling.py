@@ -228,8 +228,8 @@ class Sampler:
         uniforms_B1 = self._uniform(probs_BV.device)[:, None] if self._kind.draws else None
         likely_BV = probs_BV
         if self._kind.filters:
-            kept = keep_likely(probs_BV[self._filtered], self._top_k, self._top_p)
-            likely_BV = probs_BV.index_copy(0, self._filtered, kept)
+            likely_FV = keep_likely(probs_BV[self._filtered], self._top_k, self._top_p)
+            likely_BV = probs_BV.index_copy(0, self._filtered, likely_FV)
         tokens_B1 = choose(logits_BV, likely_BV, uniforms_B1, self._greedy_B1)
         return tokens_B1[:, 0], probs_BV.gather(-1, tokens_B1)[:, 0].log()
 

@@ -63,10 +63,10 @@ class StaticStep:
 
     def place(self, tokens_B: Tensor, positions_B: Tensor) -> None:
         """Write what the next step computes."""
-        given = len(tokens_B)
-        self.tokens_B[:given], self.positions_B[:given] = tokens_B, positions_B
-        self.positions_B[given:] = 0
-        slots_B = torch.where(self._lanes_B < given, self._lanes_B, self.cache.rows)
+        count = len(tokens_B)
+        self.tokens_B[:count], self.positions_B[:count] = tokens_B, positions_B
+        self.positions_B[count:] = 0
+        slots_B = torch.where(self._lanes_B < count, self._lanes_B, self.cache.rows)
         self.places_B.copy_(slots_B * self.cache.capacity + self.positions_B)
         self.lengths_B.copy_(self.positions_B + 1)
 

@@ -42,10 +42,12 @@ def absent_tokens(tokenizer: Any, vocab_size: int) -> frozenset[int]:
 def stop_tokens(tokenizer: Any, params: SamplingParams, ends: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the tokens that end a completion: those given, the model's `ends` and the tokenizer's, special tokens in stop
     strings."""
-    own = () if params.ignore_eos else filter(lambda end: end is not None, (tokenizer.eos_token_id, *ends))
+    tokenizer_ends = (
+        () if params.ignore_eos else filter(lambda end: end is not None, (tokenizer.eos_token_id, *ends))
+    )
     special = tokenizer.all_special_tokens if params.stop else ()
     named = [tokenizer.convert_tokens_to_ids(text) for text in params.stop if text in special]
-    return tuple(dict.fromkeys((*params.stop_token_ids, *own, *named)))
+    return tuple(dict.fromkeys((*params.stop_token_ids, *tokenizer_ends, *named)))
 
 
 def text_of(tokenizer: Any, token_ids: Sequence[int], strings: Sequence[str] = ()) -> str:
@@ -88,8 +90,8 @@ class StopRules:
     def ends_in_string(self, token_ids: Sequence[int], strings: tuple[str, ...]) -> bool:
         """Return whether the last of these tokens completes one of the strings."""
         longest = max(len(text.encode()) for text in strings)
-        last = token_ids[-longest - SLACK :]  # all tokens are only decoded if the string is in the last ones
-        texts = (text_of(self._tokenizer, tokens) for tokens in (last, token_ids))
+        tail = token_ids[-longest - SLACK :]  # all tokens are only decoded if the string is in the last ones
+        texts = (text_of(self._tokenizer, tokens) for tokens in (tail, token_ids))
         return all(any(stop in text for stop in strings) for text in texts)
 
     def _table(self, rule: Rule) -> Tensor:
@@ -100,8 +102,8 @@ class StopRules:
             table = torch.zeros(self._vocab_size, dtype=torch.int8)
             if strings:
                 if self._token_texts is None:
-                    known = range(min(self._vocab_size, len(self._tokenizer)))
-                    self._token_texts = [text_of(self._tokenizer, [token]) for token in known]
+                    token_ids = range(min(self._vocab_size, len(self._tokenizer)))
+                    self._token_texts = [text_of(self._tokenizer, [token]) for token in token_ids]
                 longest = max(map(len, self._token_texts)) + 1
                 tails = {stop[-size:] for stop in strings for size in range(1, min(len(stop), longest) + 1)}
                 whole = [stop for stop in strings if len(stop) <= longest]
