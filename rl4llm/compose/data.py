@@ -135,9 +135,9 @@ def _check_texts_of(setup: Setup) -> None:
     for name in ("system_prompt", "prompt_template"):
         if getattr(setup.config.data, name) is not None:
             bring = setup.env_class.prompts
-            own = bring is not None and name in accepted_options(bring)
+            of_env = bring is not None and name in accepted_options(bring)
             raise ConfigError(
-                f"data.{name} has no effect on generated prompts. Next step: {f'set env.{name}' if own else 'remove it'}."
+                f"data.{name} has no effect on generated prompts. Next step: {f'set env.{name}' if of_env else 'remove it'}."
             )
 
 
@@ -203,11 +203,11 @@ def fit_datasets(
     if held_out and config.max_steps:  # an evaluation has no training data
         overlap_warnings = load("rl4llm.data.overlap:overlap_warnings")
         warnings += overlap_warnings(env.dataset, held_out.dataset, f"{prefix}eval")
-    for one, where in ((env, "data"), (held_out, "eval")):
-        if one is not None:
-            rows = one.dataset
-            one.dataset = fitting_prompts(rows, one, renderer, context_length, config, where)
-            warnings += dropped(rows, one.dataset, f"{prefix}{where}")
+    for part, where in ((env, "data"), (held_out, "eval")):
+        if part is not None:
+            rows = part.dataset
+            part.dataset = fitting_prompts(rows, part, renderer, context_length, config, where)
+            warnings += dropped(rows, part.dataset, f"{prefix}{where}")
     if config.rollout.max_tokens >= context_length:
         warnings.append(
             f"{prefix}rollout.max_tokens={config.rollout.max_tokens} does not fit into the context of the model, "
@@ -218,8 +218,8 @@ def fit_datasets(
 
 def _unread_replies(env: BaseMDPEnv, config: Config, prefix: str) -> list[str]:
     """Return a warning if an environment of the user answers, and the default of one turn ends each episode before."""
-    own = not type(env).respond.__module__.startswith("rl4llm.")
-    if not own or env.max_steps > 1 or "max_steps" in config.env:
+    answers = not type(env).respond.__module__.startswith("rl4llm.")
+    if not answers or env.max_steps > 1 or "max_steps" in config.env:
         return []
     return [
         f"{prefix}env: an episode has one turn, so the policy reads no message that {type(env).__name__}.respond returns. "
@@ -230,12 +230,12 @@ def _unread_replies(env: BaseMDPEnv, config: Config, prefix: str) -> list[str]:
 def few_rows(setup: Setup, rows: Any) -> list[str]:
     """Return a warning if a step trains on more prompts than there are rows."""
     prompts, ranks = setup.config.rollout.prompts, setup.machine.ranks.size
-    asked = prompts * ranks
-    if len(rows) >= asked:
+    count = prompts * ranks
+    if len(rows) >= count:
         return []
     on = f" on each of {ranks} ranks" if ranks > 1 else ""
     return [
-        f"data has {len(rows)} rows, but a step takes {asked} (rollout.prompts={prompts}{on}): some are in "
+        f"data has {len(rows)} rows, but a step takes {count} (rollout.prompts={prompts}{on}): some are in "
         "a step twice. Set rollout.prompts lower, or use more data."
     ]
 
@@ -249,8 +249,8 @@ def fitting_prompts(
 
     def length(number: int) -> int | None:
         try:
-            own, openings = renderer.of_row(rows[number]), policy_openings(env, rows[number])
-            return next(filter(None, (own.prompt_too_long(item, limit) for item in openings)), None)
+            row_renderer, openings = renderer.of_row(rows[number]), policy_openings(env, rows[number])
+            return next(filter(None, (row_renderer.prompt_too_long(item, limit) for item in openings)), None)
         except (DataError, TemplateError) as error:
             raise type(error)(f"{where}: {place(rows, number)}: {error}") from error
 

@@ -149,10 +149,10 @@ def _demand_ground_truth(rows: Any, rewards: Sequence[BaseRewardFunction]) -> No
         return
     for number, row in enumerate(rows):
         if row["ground_truth"] is None:
-            others = ", ".join(name for name in row if name not in ("prompt_id", "messages", "ground_truth"))
+            columns = ", ".join(name for name in row if name not in ("prompt_id", "messages", "ground_truth"))
             raise DataError(
                 f"{place(rows, number)} has no ground truth, with which the reward {needing.name!r} compares answers. Next: "
-                f"fill it in, set data.answer_column to its column (the row has: {others or 'no other column'}), or use "
+                f"fill it in, set data.answer_column to its column (the row has: {columns or 'no other column'}), or use "
                 "rewards that need none; the class of such a reward sets needs_ground_truth = False."
             )
 
@@ -191,22 +191,22 @@ def without_faulty_rows(
 
     The first rank asks the rewards, so that all ranks leave out the same rows. Raises DataError if none is left.
     """
-    found = ranks.share(_faulty_rows(rows, rewards) if ranks.is_first else None)
-    if not found:
+    faults = ranks.share(_faulty_rows(rows, rewards) if ranks.is_first else None)
+    if not faults:
         return rows, []
-    shown = "; ".join(f"{place(rows, number)}: {found[number]}" for number in sorted(found)[:SHOWN])
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    text = f"{where}: {len(found)} of {len(rows)} rows cannot be scored and were left out: {shown}{more}."
-    if len(found) == len(rows):
+    examples = "; ".join(f"{place(rows, number)}: {faults[number]}" for number in sorted(faults)[:SHOWN])
+    rest = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+    text = f"{where}: {len(faults)} of {len(rows)} rows cannot be scored and were left out: {examples}{rest}."
+    if len(faults) == len(rows):
         raise DataError(f"{text} Next: correct the rows, or choose other rewards.")
-    return rows_without(rows, found), [text]
+    return rows_without(rows, faults), [text]
 
 
 def _faulty_rows(rows: Any, rewards: Sequence[BaseRewardFunction]) -> dict[int, str]:
-    found: dict[int, str] = {}
+    faults: dict[int, str] = {}
     for reward in rewards:
-        found |= _faulty_rows(rows, reward.parts) | dict(reward.faulty_rows(rows))
-    return found
+        faults |= _faulty_rows(rows, reward.parts) | dict(reward.faulty_rows(rows))
+    return faults
 
 
 def build_rewards(
@@ -218,13 +218,13 @@ def build_rewards(
         return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
     named = setup.env_class.default_rewards if config.rewards is None else config.rewards
     specs, factors = zip(*(weighed(item) for item in named), strict=True) if named else ((), ())
-    made = (
+    rewards = (
         given.hosted.rewards(specs, setup.tokenizer, row, config.seed)
         if given.hosted
         else make_rewards(specs, provided)
     )
     # Rewards per turn are added to the result of the transform, which combines the terminal rewards.
-    pairs = list(zip(made, factors, strict=True))
+    pairs = list(zip(rewards, factors, strict=True))
     scaled = "rl4llm.rewards.wrappers:Scale"
     functions = [load(scaled)(*pair) if pair[0].per_turn else pair[0] for pair in pairs]
     weights = {function.name: weight for function, weight in pairs if not function.per_turn}
@@ -276,14 +276,14 @@ def make_env(
     of_prompts = (
         accepted_options(env_class.prompts) - accepted_options(env_class) if env_class.prompts else ()
     )
-    own = {name: value for name, value in options.items() if name not in (*COMMON, *of_prompts)}
+    chosen = {name: value for name, value in options.items() if name not in (*COMMON, *of_prompts)}
     accepted = accepted_options(env_class)
-    made = {name: provided[name] for name in provided if name in accepted}
+    objects = {name: provided[name] for name in provided if name in accepted}
     if "provided" in accepted:  # tools get what all environments share; opponents belong to one environment
         shared = (name for name in provided if name != "opponents")
-        made["provided"] = Provided({name: partial(provided.__getitem__, name) for name in shared})
-    own = {name: value for name, value in own.items() if name not in made}
-    env = with_options("env", env_class, own, **fixed, **made)
+        objects["provided"] = Provided({name: partial(provided.__getitem__, name) for name in shared})
+    chosen = {name: value for name, value in chosen.items() if name not in objects}
+    env = with_options("env", env_class, chosen, **fixed, **objects)
     if not hasattr(env, "dataset"):
         raise ConfigError(f"{type(env).__name__}.__init__ must call super().__init__(*args, **kwargs).")
     return _rendered_by(env, options)
@@ -295,24 +295,24 @@ def check_env_options(env_class: Any, options: Mapping[str, Any]) -> None:
     of_env = accepted_options(env_class) - {*FIXED, "sandbox", "provided"}
     for name in options:
         if name not in of_env | of_prompts | COMMON:
-            known = unknown("env option", name, of_env | of_prompts | COMMON) + _with_option(name)
-            raise ConfigError(elsewhere("key", f"env.{name}") or known)
+            message = unknown("env option", name, of_env | of_prompts | COMMON) + _with_option(name)
+            raise ConfigError(elsewhere("key", f"env.{name}") or message)
     check_values("env", EnvKeys, options)
-    own = {name: value for name, value in options.items() if name not in COMMON}
+    class_options = {name: value for name, value in options.items() if name not in COMMON}
     for make in filter(None, (env_class, env_class.prompts)):
-        check_values("env", make, own)
-    for item in own.get("tools") or ():
+        check_values("env", make, class_options)
+    for item in class_options.get("tools") or ():
         load("rl4llm.envs.tools.tool:check_tool")(item)
 
 
 def _with_option(option: str) -> str:
     """Return a sentence that names the environments with this option; "" if there is none."""
-    found = []
+    names = []
     for name in ENVIRONMENTS:
         with suppress(ConfigError):  # of an installed package that is broken
             if option in accepted_options(ENVIRONMENTS[name]):
-                found.append(name)
-    return f" It is an option of env.name={' and '.join(found)}." if found else ""
+                names.append(name)
+    return f" It is an option of env.name={' and '.join(names)}." if names else ""
 
 
 def make_prompts(
@@ -347,12 +347,12 @@ def _opponent(setup: Setup, role: str, item: Any) -> Any:
         return item
     options = {"name": item} if isinstance(item, str) else {"name": "server", **item}
     name = options.pop("name")
-    made = OPPONENTS[name]
-    if name not in OPPONENTS and not isinstance(made, type):
-        return made  # a function of the messages
+    opponent = OPPONENTS[name]
+    if name not in OPPONENTS and not isinstance(opponent, type):
+        return opponent  # a function of the messages
     ours = {"dtype": setup.machine.dtype, "device": setup.machine.device}
-    fixed = {name: value for name, value in ours.items() if name in accepted_options(made)}
-    return with_options(f"env.opponents.{role}", made, options, **fixed)
+    fixed = {name: value for name, value in ours.items() if name in accepted_options(opponent)}
+    return with_options(f"env.opponents.{role}", opponent, options, **fixed)
 
 
 class Provided(Mapping[str, Any]):

@@ -96,8 +96,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
     """Return a hash of a tokenizer without its chat template."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     text = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    kept = text[max(0, text.find('"added_tokens"')) :]  # after padding and truncation, which belong to a call
-    return _hash(f"{kept}{sorted(map(str, getattr(tokenizer, 'special_tokens_map', {}).items()))}")
+    vocabulary = text[
+        max(0, text.find('"added_tokens"')) :
+    ]  # after padding and truncation, which belong to a call
+    return _hash(f"{vocabulary}{sorted(map(str, getattr(tokenizer, 'special_tokens_map', {}).items()))}")
 
 
 def code_digest(named: Any) -> str:
@@ -128,8 +130,8 @@ def _read(module: types.ModuleType, files: dict[str, str]) -> None:
             node.body = node.body[ast.get_docstring(node, clean=False) is not None :]
     files[module.__name__] = ast.dump(tree)
     for name in _imported(tree, module.__package__ or "") if _is_users(module) else ():
-        if (other := sys.modules.get(name)) is not None and _is_users(other):
-            _read(other, files)
+        if (imported := sys.modules.get(name)) is not None and _is_users(imported):
+            _read(imported, files)
 
 
 def _imported(tree: ast.AST, package: str) -> Iterator[str]:
@@ -168,8 +170,8 @@ def _entries(thing: Any, seen: set[int]) -> Iterator[Any]:
         yield named
     elif type(thing).__module__.startswith("rl4llm."):
         slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
-        held = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
-        for name, item in {**held, **getattr(thing, "__dict__", {})}.items():
+        attributes = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+        for name, item in {**attributes, **getattr(thing, "__dict__", {})}.items():
             if name != "dataset":
                 yield from _entries(item, seen)
 

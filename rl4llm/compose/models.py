@@ -28,8 +28,8 @@ def vision_of(config: Config) -> Vision | None:
     """Return what the model makes of images, the same object for all of a run; None if it is to read text alone."""
     if config.model.vision == "none":
         return None
-    found: Vision = _vision(config.model.path, config.output.dir)
-    return found
+    vision: Vision = _vision(config.model.path, config.output.dir)
+    return vision
 
 
 @lru_cache(1)
@@ -115,38 +115,38 @@ def build_model(config: Config, algorithm: BaseAlgorithm, name: str) -> BaseBack
 
 def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None:
     """Raise ConfigError unless both tokenizers map the same tokens to the same ids."""
-    own, other = tokenizer.get_vocab(), load_tokenizer(path, pad_token=pad_token).get_vocab()
-    different = sorted(own.items() - other.items(), key=lambda item: item[1]) or sorted(
-        other.items() - own.items()
+    ids, other_ids = tokenizer.get_vocab(), load_tokenizer(path, pad_token=pad_token).get_vocab()
+    different = sorted(ids.items() - other_ids.items(), key=lambda item: item[1]) or sorted(
+        other_ids.items() - ids.items()
     )
     if different:
         token, _ = different[0]
         raise ConfigError(
-            f"The tokenizer of {path!r} differs from that of model.path: {len(other)} tokens, not {len(own)}, and {token!r} "
-            f"has the id {other.get(token, 'none')}, not {own.get(token, 'none')}. A teacher or reference must have the "
+            f"The tokenizer of {path!r} differs from that of model.path: {len(other_ids)} tokens, not {len(ids)}, and "
+            f"{token!r} has the id {other_ids.get(token, 'none')}, not {ids.get(token, 'none')}. A teacher or reference must have the "
             "same tokenizer."
         )
 
 
 def check_backend(config: Config, needs: Needs) -> None:
     """Raise ConfigError for options that the backend does not accept; load nothing."""
-    own = dict(config.backend)
-    backend = BACKENDS[own.pop("name")]
+    options = dict(config.backend)
+    backend = BACKENDS[options.pop("name")]
     fixed = {"model", "autocast", "ranks", "device", "value_head", "adapter", "trains"}
     fixed |= _optimizer(config, 1, 1).keys()
-    check_options("backend", backend, own, fixed)
-    backend.check_trains(own, config.model.dtype)
+    check_options("backend", backend, options, fixed)
+    backend.check_trains(options, config.model.dtype)
     if config.inference.get("cohost"):
         reference = needs.separate_reference(adapter=config.model.lora.rank > 0)
-        backend.check_leaves(own, config.model.dtype, reference=reference and device_of(config) != "cpu")
+        backend.check_leaves(options, config.model.dtype, reference=reference and device_of(config) != "cpu")
 
 
 def _on_backend(setup: Setup, model: Any, **options: Any) -> BaseBackend:
     """Put a model on the configured backend."""
-    own, machine = dict(setup.config.backend), setup.machine
-    make = BACKENDS[own.pop("name")]
+    backend_options, machine = dict(setup.config.backend), setup.machine
+    make = BACKENDS[backend_options.pop("name")]
     fixed = {"autocast": machine.autocast, "ranks": machine.ranks, "device": machine.device}
-    return with_options("backend", make, own, model, **fixed, **options)
+    return with_options("backend", make, backend_options, model, **fixed, **options)
 
 
 def _model_to_place(setup: Setup, given: Any, path: str | None = None, *, values: bool = False) -> Any:

@@ -55,13 +55,13 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     needs, given, tokenizer = setup.needs, setup.given, setup.tokenizer
     _check_supervised(setup)
     held_out = held_out_rows(setup) or ()
-    read, fitting = dataset_reader(setup, dataset)
+    reader, fitting = dataset_reader(setup, dataset)
     stored = given.model.config if given.model is not None else stored_config(setup.config.model.path)
     context_length, _ = min(context_limits(stored))
-    kept, kept_out = (
+    fitted, kept_out = (
         fitting(rows, context_length, where) for rows, where in ((dataset, "data"), (held_out, "eval"))
     )
-    config, note = with_steps(setup.config, len(kept), setup.machine.ranks.size)
+    config, note = with_steps(setup.config, len(fitted), setup.machine.ranks.size)
     setup = replace(setup, config=config)
     if note and setup.machine.ranks.is_first:
         run.keep("config.yaml", to_yaml(config), private=True)  # with the steps
@@ -71,7 +71,7 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     if needs.value_head:
         # Others find the token that has the score by it.
         backend.model.config.pad_token_id = tokenizer.pad_token_id
-        _check_last_token(read(kept[0], "0"), tokenizer)
+        _check_last_token(reader(fitted[0], "0"), tokenizer)
     reference, ranks = build_reference(setup, backend, start), setup.machine.ranks
     held(setup, run)
     prepared = partial(
@@ -79,24 +79,24 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     )
     batching = batching_of(setup)
     answered = needs.learns_from not in ANSWER_COLUMNS and not hold_text(dataset)
-    found = [
+    warnings = [
         *warnings_of(config),
         *overlap_warnings(dataset, held_out, "eval", answered=answered),
-        *dropped(dataset, kept, "data"),
+        *dropped(dataset, fitted, "data"),
         *dropped(held_out, kept_out, "eval"),
-        *few_rows(setup, kept),
+        *few_rows(setup, fitted),
         *backend.warnings(),
     ]
     return DatasetTrainer(
-        dataset=kept,
+        dataset=fitted,
         tokenizer=tokenizer,
-        read=read,
-        prompts=prompt_stream(setup, kept),
+        read=reader,
+        prompts=prompt_stream(setup, fitted),
         preparation=prepared(batching=batching),
         held_out=kept_out,
         fitting=lambda source: fitting(rows_to_measure(setup, source), context_length, "eval"),
         measuring=prepared(batching=replace(batching, updates_per_rollout=1, passes_per_rollout=1)),
-        **base_of(setup, backend, run, tracker_of(setup, run, found, [note])),
+        **base_of(setup, backend, run, tracker_of(setup, run, warnings, [note])),
     )
 
 
@@ -144,7 +144,7 @@ def dataset_reader(setup: Setup, dataset: Any) -> tuple[Read, Fitting]:
     learns_from = setup.needs.learns_from
     answers = ANSWER_COLUMNS.get(learns_from, ())
     renderer = dataset_renderer(setup, dataset, answers)
-    read = partial(READERS[learns_from], renderer)
+    reader = partial(READERS[learns_from], renderer)
 
     def fitting(rows: Any, context_length: int, where: str) -> Any:
         if hold_text(rows):
@@ -152,9 +152,9 @@ def dataset_reader(setup: Setup, dataset: Any) -> tuple[Read, Fitting]:
                 f"{where}: the rows are texts without roles, but those of data are conversations."
             )
         check_texts(rows, partial(_texts, ("messages", *answers)), renderer, where)
-        return fitting_conversations(rows, read, setup, context_length, where)
+        return fitting_conversations(rows, reader, setup, context_length, where)
 
-    return read, fitting
+    return reader, fitting
 
 
 def _chunks(setup: Setup, rows: Any, context_length: int, where: str) -> Any:
@@ -167,8 +167,8 @@ def _chunks(setup: Setup, rows: Any, context_length: int, where: str) -> Any:
 
 def _check_last_token(group: Group, tokenizer: Any) -> None:
     """Raise ConfigError if conversations end with the pad token, which classifiers of transformers skip."""
-    last = group.trajectories[0].spans[-2].token_ids[-1]
-    if last == tokenizer.pad_token_id:
+    token = group.trajectories[0].spans[-2].token_ids[-1]
+    if token == tokenizer.pad_token_id:
         raise ConfigError(
             f"Conversations end with {tokenizer.pad_token!r}, which is also the pad token: transformers would give the "
             "score of a reward model one token earlier. Set model.pad_token to another special token."
@@ -235,8 +235,8 @@ def fitting_conversations(rows: Any, read: Read, setup: Setup, context_length: i
 
     for numbers in by_form(rows, columns):
         next((number for number in numbers if length(number) is not None), None)
-    found = too_long(by_size(rows, columns, vision_of(setup.config)), length, context_length, PATIENCE)
+    lengths = too_long(by_size(rows, columns, vision_of(setup.config)), length, context_length, PATIENCE)
     order = [number for number in range(len(rows)) if number not in refused]
-    long = {new: found[old] for new, old in enumerate(order) if old in found}
-    kept = usable_rows(rows, refused, skip=skip)
-    return fitting_rows(kept, long, drop=skip, where=where, limit=context_length)
+    long = {new: lengths[old] for new, old in enumerate(order) if old in lengths}
+    usable = usable_rows(rows, refused, skip=skip)
+    return fitting_rows(usable, long, drop=skip, where=where, limit=context_length)

@@ -109,9 +109,9 @@ class Task:
 
     def rollout(self, held_out: BaseMDPEnv | None = None, **played: Any) -> Rollout:
         """Return what plays the environment, or the one for evaluation; a part samples with keys that it has for itself."""
-        own, env = self.setup.config.rollout, self.env if held_out is None else held_out
+        section, env = self.setup.config.rollout, self.env if held_out is None else held_out
         names = ("max_tokens", "top_p", "top_k") if held_out is None else ("max_tokens",)
-        options = {name: getattr(own, name) for name in names} | {"stop": tuple(own.stop)}
+        options = {name: getattr(section, name) for name in names} | {"stop": tuple(section.stop)}
         sampling = options if self.part else None
         return Rollout(env, renderer=self.renderer, part=self.part, sampling=sampling, **played)
 
@@ -121,9 +121,9 @@ class Task:
         warnings = []
         for env, where in ((self.env, "data"), (self.held_out, "eval")):
             if env is not None:
-                asked = env.reward_functions, f"{prefix}{where}", self.setup.machine.ranks
-                env.dataset, told = without_faulty_rows(env.dataset, *asked)
-                warnings += told
+                arguments = env.reward_functions, f"{prefix}{where}", self.setup.machine.ranks
+                env.dataset, dropped_rows = without_faulty_rows(env.dataset, *arguments)
+                warnings += dropped_rows
         fitted = self.renderer, context_length, self.setup, prefix
         return warnings + fit_datasets(self.env, self.held_out, *fitted)
 
@@ -132,8 +132,8 @@ def _task(part: str, setup: Setup, dataset: Any, sandbox: Callable[[], Any]) -> 
     provided = provided_by(setup, sandbox)
     rewards, transform = build_rewards(setup, Provided({"sandbox": sandbox}), dataset[0])
     for name in setup.needs.rewards:
-        if name not in (known := [reward.name for reward in rewards]):
-            raise ConfigError(unknown("a reward that the algorithm needs", name, known))
+        if name not in (names := [reward.name for reward in rewards]):
+            raise ConfigError(unknown("a reward that the algorithm needs", name, names))
     env = build_env(setup, dataset, rewards, transform, provided)
     rows = held_out_rows(setup)
     held_out = build_env(setup, rows, rewards, transform, provided) if rows is not None else None
@@ -175,7 +175,9 @@ def _reinforced(
         reference=build_reference(setup, backend, start),
         ranks=machine.ranks,
     )
-    beside = [one for one in (preparation.critic, preparation.reference) if isinstance(one, BaseBackend)]
+    beside = [
+        model for model in (preparation.critic, preparation.reference) if isinstance(model, BaseBackend)
+    ]
     longest = [(task.env, task.renderer, task.setup.config.rollout.max_tokens) for task in tasks]
     plan = micro_batch_plan(config, batching, longest, client.context_length).table()
     failed, runner = config.rollout.max_failed_share, Runner()
@@ -188,9 +190,9 @@ def _reinforced(
 
     def make(run: RunDir) -> RLTrainer:
         templates = dict.fromkeys(f"Chat template: {note}." for task in tasks for note in task.renderer.notes)
-        found = [*warnings_of(config), *warnings, *templates, *backend.warnings()]
+        warnings_now = [*warnings_of(config), *warnings, *templates, *backend.warnings()]
         unset = dict.fromkeys(note for task in tasks for note in unset_notes(task.setup, task.env))
-        tracker = tracker_of(setup, run, found, [client.path(), backend.path(), *unset])
+        tracker = tracker_of(setup, run, warnings_now, [client.path(), backend.path(), *unset])
         client.report_to(tracker.warn)
         for task in tasks:
             task.env.report_to(tracker.warn)

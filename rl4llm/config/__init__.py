@@ -243,28 +243,28 @@ def _checked(merged: DictConfig) -> Config:
     return config
 
 
-def _merge(config: DictConfig, given: dict[str, Any]) -> DictConfig:
-    known = _plain(config)
-    given = whole_lists(known, given)
-    for name, value in given.items():
-        if isinstance(known.get(name), Mapping) and not isinstance(value, Mapping):
+def _merge(config: DictConfig, changes: dict[str, Any]) -> DictConfig:
+    values = _plain(config)
+    changes = whole_lists(values, changes)
+    for name, value in changes.items():
+        if isinstance(values.get(name), Mapping) and not isinstance(value, Mapping):
             raise ConfigError(
                 f"{name!s}={value!r} is not accepted. Accepted: a mapping of keys.{_first_key(name, value)}"
             )
         if isinstance(value, Mapping) and takes(annotation_of(name), list):
             raise ConfigError(refusal(name, value, annotation_of(name)))
-    _check_keys(flatten(given), config)
-    _check_text_keys(flatten(given))
+    _check_keys(flatten(changes), config)
+    _check_text_keys(flatten(changes))
     try:
-        layer = OmegaConf.create(given)
+        layer = OmegaConf.create(changes)
         merged = _merged(config, layer)
     except ValidationError as error:
         key = re.sub(r"\[\d+\]$", "", str(error.full_key))  # of a list, not of one of its items
-        raise ConfigError(refusal(key, flatten(given)[key], annotation_of(key))) from None
+        raise ConfigError(refusal(key, flatten(changes)[key], annotation_of(key))) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     for part in FREE:  # another name has other options, so earlier ones are dropped
-        named = given[part].get("name") if given.get(part) is not None else None
+        named = changes[part].get("name") if changes.get(part) is not None else None
         if named not in (None, config[part].get("name")):
             merged[part] = layer[part]
     return merged
@@ -293,9 +293,9 @@ def _check_text_keys(given: Mapping[str, Any]) -> None:
 
 def _first_key(section: str, value: Any) -> str:
     """Return a sentence with the key that was meant by a text in place of a section; "" if there is none."""
-    first = "name" if section in FREE else next(iter(hints_of(annotation_of(section))), "")
-    fitting = isinstance(value, str) and (section in FREE or is_text(annotation_of(f"{section}.{first}")))
-    return f" Did you mean {section}.{first}={value}?" if fitting else ""
+    key = "name" if section in FREE else next(iter(hints_of(annotation_of(section))), "")
+    fitting = isinstance(value, str) and (section in FREE or is_text(annotation_of(f"{section}.{key}")))
+    return f" Did you mean {section}.{key}={value}?" if fitting else ""
 
 
 def annotation_of(key: str) -> Any:
@@ -324,7 +324,7 @@ def _closest(key: str, known: Iterable[str]) -> str:
 
     Within a section the last parts are compared, so that the name of the section does not make all its keys look alike.
     """
-    section, _, last = key.rpartition(".")
+    section, _, leaf = key.rpartition(".")
 
     def alike(one: str, other: str) -> float:
         return difflib.SequenceMatcher(None, one, other).ratio()
@@ -333,7 +333,7 @@ def _closest(key: str, known: Iterable[str]) -> str:
         of, _, tail = name.rpartition(".")
         same = 0.0 if of == section else 0.15 * (1 - alike(of, section))
         flat = alike(key.replace(".", "_"), name.replace(".", "_")) if of != section else 0.0
-        return max(alike(last, tail) - same, flat - 0.1)
+        return max(alike(leaf, tail) - same, flat - 0.1)
 
     best = max(known, key=closeness)
     return best if closeness(best) >= 0.65 else ""

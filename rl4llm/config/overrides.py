@@ -42,10 +42,10 @@ def layer_of(overrides: Sequence[str] | Mapping[str, Any], config: Any) -> dict[
     {'output': {'dir': '010'}, 'data': {'limit': 10}}
     """
     layer: dict[str, Any] = {}
-    given = (
+    pairs = (
         overrides.items() if isinstance(overrides, Mapping) else (_pair(text, config) for text in overrides)
     )
-    for key, value in given:
+    for key, value in pairs:
         for name in reversed(_names(key)):
             value = {name: value}
         layer = laid_over(layer, value)
@@ -151,9 +151,9 @@ def whole_lists(known: Any, given: Any, where: str = "") -> Any:
     """Return what is given, with whole lists in place of single items of the lists that are known."""
     if isinstance(known, list) and _numbers(given):
         return laid_over(known, given, where)
-    for one, other in ((list, Mapping), (Mapping, list)):
-        if isinstance(known, one) and isinstance(given, other):
-            what = "a list" if one is list else "a mapping of keys"
+    for kind, other_kind in ((list, Mapping), (Mapping, list)):
+        if isinstance(known, kind) and isinstance(given, other_kind):
+            what = "a list" if kind is list else "a mapping of keys"
             raise ConfigError(f"{where}={given!r:.200} is not accepted. Accepted: {what}, as it is so far.")
     if not isinstance(given, Mapping):
         return given

@@ -55,13 +55,13 @@ def _expanded(key: str, text: str) -> str:
             f"{key}={text!r} is an address, not a path. Accepted: a directory or file that this machine has, or for a model "
             "and data a name on the hub."
         )
-    found = os.path.expanduser(os.path.expandvars(text))
-    if unset := re.match(r"~[^/]*|.*?(\$\w+)", found):
+    expanded = os.path.expanduser(os.path.expandvars(text))
+    if unset := re.match(r"~[^/]*|.*?(\$\w+)", expanded):
         raise ConfigError(
             f"{key}={text!r}: {unset[1] or unset[0]} is not set or unknown on this machine. Next: set it, or write the path "
             "without it."
         )
-    return found
+    return expanded
 
 
 def _holder(merged: DictConfig, path: Path) -> Any:
@@ -91,31 +91,31 @@ def written(values: dict[str, Any], references: References, *, elsewhere: bool =
     secret = _secret_paths(values, references)
     for path, (text, value) in references.items():
         holder = _at(values, path[:-1])
-        kept = path in secret or not elsewhere
-        if kept and _at(holder, path[-1:]) == value:  # not where it was replaced since
+        is_hidden = path in secret or not elsewhere
+        if is_hidden and _at(holder, path[-1:]) == value:  # not where it was replaced since
             holder[path[-1]] = text
-    shown = redacted(values)
-    assert isinstance(shown, dict)
-    return shown
+    visible = redacted(values)
+    assert isinstance(visible, dict)
+    return visible
 
 
 def variables(values: dict[str, Any], references: References) -> dict[str, bool]:
     """Return the environment variables that a configuration reads, and whether each holds a secret."""
     secret = _secret_paths(values, references)
-    found: dict[str, bool] = {}
+    secrets: dict[str, bool] = {}
     for path, (text, _) in references.items():
         for name in VARIABLE.findall(text):
-            found[name] = found.get(name, False) or path in secret
-    return found
+            secrets[name] = secrets.get(name, False) or path in secret
+    return secrets
 
 
 def _secret_paths(values: dict[str, Any], references: References) -> set[Path]:
     """Return the references whose value is secret by its key, form or variable's name, or equals a secret one."""
-    shown = redacted(values)
+    visible = redacted(values)
     secret = {
         path
         for path, (text, value) in references.items()
-        if _at(shown, path) != _at(values, path) or any(map(is_secret_name, VARIABLE.findall(text)))
+        if _at(visible, path) != _at(values, path) or any(map(is_secret_name, VARIABLE.findall(text)))
     }
     same = {str(references[path][1]) for path in secret}
     return {path for path, (_, value) in references.items() if path in secret or str(value) in same}

@@ -138,12 +138,12 @@ class BaseMDPEnv(Player):
         """Return how the conversation of each role begins; raise EnvError if `opening` does not return messages."""
         columns = dict(row)
         task = messages_of(columns.pop("messages"))
-        found = {role: self.opening(role, task, columns) for role in self.roles}
-        for role, messages in found.items():
+        openings = {role: self.opening(role, task, columns) for role in self.roles}
+        for role, messages in openings.items():
             if not are_messages(messages):
                 where = f"{type(self).__name__}.opening({role!r})"
                 raise EnvError(f"{where} must return a list of ChatMessage, not {messages!r:.200}")
-        return {role: list(messages) for role, messages in found.items()}
+        return {role: list(messages) for role, messages in openings.items()}
 
     def begin_episode(
         self, row: int, index: int, special: Special, seed: int, step: int
@@ -214,10 +214,10 @@ class BaseMDPEnv(Player):
         if len(self.dataset) == 0:
             raise DataError(f"{where}: the dataset is empty.")
         row = self.dataset[0]
-        taken = [column for column in ("role", "transcript") if column in row and any(self.roles)]
-        if taken:
+        columns = [column for column in ("role", "transcript") if column in row and any(self.roles)]
+        if columns:
             raise DataError(
-                f"{where}: rewards receive the role and the transcript, so rename the columns {taken}."
+                f"{where}: rewards receive the role and the transcript, so rename the columns {columns}."
             )
         missing = [column for column in ("messages", "ground_truth") if column not in row]
         if missing:
@@ -251,7 +251,7 @@ class BaseMDPEnv(Player):
             )
 
     def _check_rewards(self, where: str) -> None:
-        if wrong := [one for one in self.reward_functions if not isinstance(one, BaseRewardFunction)]:
+        if wrong := [item for item in self.reward_functions if not isinstance(item, BaseRewardFunction)]:
             raise ConfigError(
                 f"{where}: {wrong[0]!r:.99} is not a reward. Next: rl4llm.rewards.as_reward_function(it)."
             )

@@ -71,8 +71,8 @@ class ModelShape:
         computed = tokens * (2 * self.hidden + 3 * attention + wide) + keys * 2 * keyed
         between = tokens * 2 * self.hidden
         normalisers = tokens * (self.heads + 2) * FP32
-        kept = computed * precision.computed + between * precision.weights + normalisers
-        return kept + tokens * self._adapter_inputs(precision)
+        num_bytes = computed * precision.computed + between * precision.weights + normalisers
+        return num_bytes + tokens * self._adapter_inputs(precision)
 
     def _adapter_inputs(self, precision: Precision) -> int:
         """Return what an adapter keeps of each token beyond the inputs that all projections share.
@@ -82,8 +82,8 @@ class ModelShape:
         if not self.adapter or precision.computed == FP32:
             return 0
         ends = self.heads * self.head_dim + self.mlp  # of attention's output and the MLP's
-        own = (5 if self.gated else 4) * self.hidden + ends
-        return own * (2 if precision.autocast else FP32) - (2 * self.hidden + ends) * precision.computed
+        inputs = (5 if self.gated else 4) * self.hidden + ends
+        return inputs * (2 if precision.autocast else FP32) - (2 * self.hidden + ends) * precision.computed
 
     def activations(self, precision: Precision, tokens: int, keys: int, *, checkpointing: bool) -> int:
         """Return the bytes that a forward pass keeps for the backward pass: all layers, or with checkpointing the input of

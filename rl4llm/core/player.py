@@ -133,10 +133,10 @@ class Player:
             for closing in self.end_episode(sample) or ():
                 await result_of(closing)
 
-        first = sample.failure, sample.failure_class
+        failure = sample.failure, sample.failure_class
         await contained(sample, f"{type(self).__name__}.end_episode", end(), self.respond_timeout_s)
-        if first[0] is not None:  # what broke first says more
-            sample.failure, sample.failure_class = first
+        if failure[0] is not None:  # what broke first says more
+            sample.failure, sample.failure_class = failure
 
     @asynccontextmanager
     async def _ending(self, sample: SampleState, llm: LLM) -> AsyncIterator[None]:

@@ -149,9 +149,9 @@ class EpisodeState:
 
     def seat(self, role: str, messages: list[ChatMessage], like: SampleState) -> SampleState:
         """Add the sample of a role, which begins with `messages`, and return it; the rest is that of `like`."""
-        told = {**like.columns, "role": role, "transcript": self.said}
+        columns = {**like.columns, "role": role, "transcript": self.said}
         special = replace(like.special, role=role, episode=self)
-        seat = SampleState(like.prompt_id, like.index, messages, like.ground_truth, told, special=special)
+        seat = SampleState(like.prompt_id, like.index, messages, like.ground_truth, columns, special=special)
         self.seats[role] = seat
         return seat
 
@@ -232,13 +232,13 @@ def _from_common_start(trajectories: Sequence[Trajectory]) -> Iterator[Trajector
     if len(set(firsts)) == 1:
         yield from trajectories
         return
-    tokens = enumerate(zip_longest(*(first.token_ids for first in firsts)))
+    tokens = enumerate(zip_longest(*(span.token_ids for span in firsts)))
     shared = next((i for i, ids in tokens if len(set(ids)) > 1), len(firsts[0].token_ids))
-    images = [set(first.images) for first in firsts]
+    images = [set(span.images) for span in firsts]
     common = set.intersection(*images)
     apart = (place for place in set.union(*images) if place not in common or place.end > shared)
     shared = min([shared, *(place.offset for place in apart)])
-    for trajectory, first in zip(trajectories, firsts, strict=True):
-        head, rest = first.cut(shared)
+    for trajectory, span in zip(trajectories, firsts, strict=True):
+        head, rest = span.cut(shared)
         spans = (head, *([rest] if rest.token_ids else []), *trajectory.spans[1:])
         yield replace(trajectory, spans=spans)

@@ -131,9 +131,9 @@ def checked(where: str) -> Callable[[Function], Function]:
         @functools.wraps(make)
         def checks(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind_partial(*args, **kwargs)
-            given = dict(bound.arguments)
+            arguments = dict(bound.arguments)
             bound.apply_defaults()
-            check_values(where.format_map(bound.arguments), make, given)
+            check_values(where.format_map(bound.arguments), make, arguments)
             return make(*args, **kwargs)
 
         return cast(Function, checks)
@@ -176,8 +176,8 @@ def hints_of(make: Callable[..., Any]) -> dict[str, Any]:
     if inspect.isclass(make) and not dataclasses.is_dataclass(make):
         return {name: hint for maker in reversed(_makers(make)) for name, hint in hints_of(maker).items()}
     try:
-        known: Any = make
-        return _evaluated(known) if inspect.isclass(make) else get_type_hints(make, include_extras=True)
+        function: Any = make
+        return _evaluated(function) if inspect.isclass(make) else get_type_hints(make, include_extras=True)
     except (NameError, TypeError, AttributeError, SyntaxError, ValueError):
         return {}  # an annotation uses names that only a type checker imports
 
@@ -192,18 +192,22 @@ def fits(value: Any, hint: Any) -> bool:
     """Return whether an annotation accepts a value; numbers must be finite."""
     kind, inner = _kind(hint), get_args(hint)
     if kind is Union:
-        return any(fits(value, one) for one in inner)
+        return any(fits(value, option) for option in inner)
     if kind is Annotated:
-        return fits(value, inner[0]) and all(value in one for one in inner[1:] if isinstance(one, Range))
+        return fits(value, inner[0]) and all(
+            value in option for option in inner[1:] if isinstance(option, Range)
+        )
     if kind is Literal:
-        return any(isinstance(value, type(one)) and value == one for one in inner)
+        return any(isinstance(value, type(option)) and value == option for option in inner)
     if kind is float:
         return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     if kind is int:
         return not isinstance(value, bool) and isinstance(value, Integral)
     if kind is list:
         alike = bool(inner) and set(inner) <= {inner[0], ...}
-        return isinstance(value, list | tuple) and (not alike or all(fits(one, inner[0]) for one in value))
+        return isinstance(value, list | tuple) and (
+            not alike or all(fits(option, inner[0]) for option in value)
+        )
     if kind is dict:
         return isinstance(value, Mapping)
     return kind not in WHAT or isinstance(value, kind)
@@ -230,7 +234,9 @@ def in_words(hint: Any) -> str:
         words = list(dict.fromkeys(map(in_words, inner)))
         return (", or " if any("," in word for word in words) else " or ").join(words)
     if kind is Annotated:
-        return ", ".join([in_words(inner[0]), *(str(one) for one in inner[1:] if isinstance(one, Range))])
+        return ", ".join(
+            [in_words(inner[0]), *(str(option) for option in inner[1:] if isinstance(option, Range))]
+        )
     if kind is Literal:
         return " or ".join(filter(None, [", ".join(map(str, inner[:-1])), str(inner[-1])]))
     if kind is list and inner and _kind(inner[0]) in (*WHAT, Annotated):
@@ -252,7 +258,7 @@ def hint_in(hint: Any, name: str) -> Any:
     """Return the annotation of a field of a dataclass or of an item of a list; Any for what is not annotated."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return hints_of(hint).get(name, Any)
-    lists = (get_args(one) for one in (hint, *get_args(hint)) if _kind(one) is list)
+    lists = (get_args(option) for option in (hint, *get_args(hint)) if _kind(option) is list)
     return next((inner[0] for inner in lists if inner), Any)
 
 
@@ -260,7 +266,7 @@ def _types(hint: Any) -> set[Any]:
     """Return the types of an annotation: members of unions, and the types of choices."""
     kind, inner = _kind(hint), get_args(hint)
     if kind is Literal:
-        return {type(one) for one in inner}
+        return {type(option) for option in inner}
     if kind is Annotated:
         return _types(inner[0])
     return set().union(*map(_types, inner)) if kind is Union else {kind}
@@ -269,5 +275,7 @@ def _types(hint: Any) -> set[Any]:
 def choices_of(hint: Any) -> list[str]:
     """Return the strings that an annotation lists as the only choices."""
     if _kind(hint) is Literal:
-        return [one for one in get_args(hint) if isinstance(one, str)]
-    return [one for part in get_args(hint) if _kind(hint) in (Union, Annotated) for one in choices_of(part)]
+        return [choice for choice in get_args(hint) if isinstance(choice, str)]
+    return [
+        choice for part in get_args(hint) if _kind(hint) in (Union, Annotated) for choice in choices_of(part)
+    ]
