@@ -93,13 +93,8 @@ def test_temperature_0_is_refused_where_answers_are_compared(model_dir, tmp_path
                 str(error),
             )
             refused.add(name)
-        else:
-            assert bool(warnings_of(config, needs)) == (needs.learns_from == "episodes")
     assert {"grpo", "dapo", "rloo", "remax", "online_dpo"} <= refused
     assert not refused & {"ppo", "reinforce_pp", "explore_grpo", "sft", "dpo"}
-    greedy = {"algorithm": {"name": "reinforce_pp"}, "rollout": {**SMALL, "temperature": 0}}
-    GRPOTrainer(str(model_dir), ROWS, [Vowels()], output={"dir": str(tmp_path)}, **greedy).trainer.close()
-    assert "rollout.temperature=0: every episode is" in capsys.readouterr().out
 
 
 PAIR = {"prompt": "Say 1.", "chosen": "1", "rejected": "2"}
@@ -115,11 +110,6 @@ FEW = "rows, but a step takes 5 (rollout.prompts=5)"
             GRPOTrainer,
             {"rollout.max_tokens": 4096},
             "rollout.max_tokens=4096 does not fit into the context of the model",
-        ),
-        (
-            GRPOTrainer,
-            {"env": {"name": "tool", "tools": []}},
-            "env.tools=[] gives the policy no tool to call",
         ),
     ],
 )
@@ -161,7 +151,7 @@ def test_a_tokenizer_of_another_model_is_refused_by_name(model_dir, tokenizer, t
         foreign.save_pretrained(tmp_path / name)
     said = {
         "large": "embeddings for 320 tokens",
-        "other": "of the model's 320 tokens have another id or are missing",
+        "other": "of its 320 tokens have another id or are missing",
     }
     for name, reason in said.items():
         foreign = load_tokenizer(tmp_path / name)
@@ -651,15 +641,6 @@ def test_a_server_with_an_unknown_name_is_refused(model_dir, monkeypatch):
             build_trainer(load_config(overrides=keys | {key: "http://no-such-server.invalid:30000"}))
 
 
-def test_untested_torch_is_reported_at_the_start(model_dir, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
-    keys = {"model.path": str(model_dir), "data.path": "arithmetic", "training.lr": 1e-5}
-    for name in ("grpo", "sft"):
-        config = load_config(None, keys | {"algorithm.name": name})
-        [line] = warnings_of(config, build_algorithm(config).needs())
-        assert "torch 2.12.1+cu130 is not tested: the tests run with 2.11, 2.13, 2.15" in line
-
-
 @pytest.mark.parametrize("name", ["grpo", "sft"])
 def test_defaults_that_are_traps_are_shown_once(name, model_dir, tmp_path, capsys):
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
@@ -700,13 +681,10 @@ def test_length_of_turns_that_a_part_sets_has_no_note():
         assert len(list(unset_notes(setup, None))) == count
 
 
-def test_texts_that_nobody_means_are_refused_or_told(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("prompt.txt").write_text("Be brief.")
+def test_texts_that_nobody_means_are_refused_or_told():
     for override, message in (
         ("rollout.stop=[\\n]", "a backslash and a letter. .* write 'rollout.stop="),
         ('rollout.stop=[""]', "ends each turn at once"),
-        ("data.system_prompt=@prompt.txt", r'is a file, .* data\.system_prompt="\$\(cat prompt\.txt\)"'),
     ):
         config = load_config(overrides=["model.path=m", override])
         with pytest.raises(ConfigError, match=message):
@@ -717,7 +695,7 @@ def test_texts_that_nobody_means_are_refused_or_told(tmp_path, monkeypatch):
         ("Is $\\nu \\neq 0$? {prompt}", 0),
     ):
         config = load_config(overrides=["model.path=m", f"data.prompt_template={prompt}", "training.lr=1e-6"])
-        told = warnings_of(config, build_algorithm(config).needs())
+        told = warnings_of(config)
         assert len([line for line in told if "a backslash and an n" in line]) == expected
 
 
@@ -730,5 +708,3 @@ def test_rate_that_a_program_sets_has_no_warning():
     assert "ends at 25% of training.lr=0.0001" in rate_warnings(config)[0]
     config.training.passes_per_rollout = 4
     assert rate_warnings(config) == []
-    config.training.lr = 1e-30
-    assert "nothing is learned" in rate_warnings(config)[0]

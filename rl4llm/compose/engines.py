@@ -6,6 +6,7 @@ import functools
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -169,6 +170,11 @@ def check_sync(config: Config) -> None:
         raise ConfigError(
             "inference.cohost=true cannot be combined with inference.router: a router checks the health of servers "
             "that sleep, which makes them generate. Remove inference.router (and launch.router)."
+        )
+    if config.sync.dir and Path(config.sync.dir).resolve() == Path(config.output.dir).resolve():
+        raise ConfigError(
+            f"sync.dir={config.sync.dir!r} is the same directory as output.dir. Remove sync.dir to use weights/ in "
+            "output.dir, or set another directory."
         )
 
 

@@ -123,8 +123,8 @@ def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None
         token, _ = different[0]
         raise ConfigError(
             f"The tokenizer of {path!r} differs from that of model.path: {len(other_ids)} tokens, not {len(ids)}, and "
-            f"{token!r} has the id {other_ids.get(token, 'none')}, not {ids.get(token, 'none')}. A teacher or reference must have the "
-            "same tokenizer."
+            f"{token!r} has the id {other_ids.get(token, 'none')}, not {ids.get(token, 'none')}. "
+            "A teacher or reference must have the same tokenizer."
         )
 
 
