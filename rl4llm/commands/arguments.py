@@ -36,14 +36,13 @@ def add_command(
 
 
 def add_registered(commands: Any, table: Registry[Any]) -> None:
-    """Add the commands of a table; running one of an installed package that cannot be imported raises its ConfigError."""
-    for name in table:
+    """Add the commands of a table; running one whose package is broken or not installed raises its ConfigError."""
+    for name in {**dict.fromkeys(table), **table.extras}:
         try:
             command = table[name]
         except ConfigError:
-            refused = commands.add_parser(
-                name, help="(its package is broken)", add_help=False, prefix_chars="\0"
-            )
+            listed = {"help": "(its package is broken)"} if name in table else {}
+            refused = commands.add_parser(name, add_help=False, prefix_chars="\0", **listed)
             refused.set_defaults(run=lambda _, name=name: table[name], resumes=False, debug=False)
             refused.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
         else:

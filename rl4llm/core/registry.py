@@ -52,6 +52,7 @@ class Registry(Generic[T]):
         base: the ``module:Class`` that whatever is imported must be a subclass of.
         table: ``"name": "module:Class"`` of what the library has; a module is imported when its name is looked up.
         group: what extensions call these names in their manifests, and installed packages in their entry points.
+        extras: ``"name": "package"`` of packages in the folder `extras/` of the repository that add names.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class Registry(Generic[T]):
         *,
         table: Mapping[str, str] | None = None,
         group: str | None = None,
+        extras: Mapping[str, str] | None = None,
     ):
         self.where = where
         self.base = base
         self.group = group
+        self.extras = dict(extras or {})
         self._complete = False
         self.builtin = tuple(table or ())
         self._items: dict[str, T | str] = dict(table or {})
@@ -97,6 +100,11 @@ class Registry(Generic[T]):
         if name not in self._items and ":" in name:
             accepted = f"a registered name ({', '.join(self)}) or 'package.module:Class'"
             return self._checked(name, imported(self.where, name, accepted))
+        if name not in self._items and name in self.extras:
+            raise ConfigError(
+                f"{self.where}={name!r} needs a package that is not installed. "
+                f"Next, in a checkout of rl4llm: pip install ./extras/{self.extras[name]}"
+            )
         if name not in self._items:
             raise ConfigError(
                 f"{unknown(self.where, name, self._items)} For a custom one, use 'package.module:Name'."
@@ -125,12 +133,11 @@ class Registry(Generic[T]):
         return cast(T, item)
 
     def _add_provided(self) -> None:
-        """Add the names of extensions, then those of installed packages; existing names stay unchanged."""
+        """Add the names of extensions and installed packages; existing names stay unchanged."""
         if self.group is None or self._complete:
             return
         self._complete = True
-        installed = {point.name: point.value for point in importlib.metadata.entry_points(group=self.group)}
-        self._items = {**installed, **provided(self.group), **self._items}
+        self._items = {**provided(self.group), **self._items}
 
     def __contains__(self, name: str) -> bool:
         self._add_provided()
@@ -187,9 +194,13 @@ def _import_uncollected(module: str) -> Any:
         gc.enable()
 
 
+@cache
 def provided(group: str) -> Mapping[str, str]:
-    """Return the names that extensions add to a group, and the ``module:attribute`` of each."""
-    return {name: path for manifest in manifests().values() for name, path in manifest.get(group, {}).items()}
+    """Return the names that extensions and installed packages add to a group, and the ``module:attribute`` of each."""
+    names = {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
+    for manifest in manifests().values():
+        names |= manifest.get(group, {})
+    return names
 
 
 @cache
