@@ -21,7 +21,7 @@ COPY scripts/lock/core.txt /tmp/core.txt
 RUN pip install --no-deps --require-hashes --requirement /tmp/core.txt \
     && pip install torch==2.13.0 --index-url "https://download.pytorch.org/whl/${TORCH}"
 COPY . /opt/rl4llm
-RUN pip install --no-deps /opt/rl4llm && pip check
+RUN pip install --no-deps /opt/rl4llm /opt/rl4llm/extras/compat /opt/rl4llm/extras/tinker && pip check
 
 RUN useradd --create-home --uid 1000 rl4llm && install --directory --owner=rl4llm /work
 USER 1000

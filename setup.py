@@ -115,7 +115,6 @@ setup(
             "extensions/*/*.yaml",
             "extensions/view/page/*",
             "extensions/remote/environments.*",
-            "extensions/tinker/messages.*",
             "configs/*.yaml",
             "configs/presets/*.yaml",
             "configs/recipes/*/*.yaml",

@@ -50,8 +50,8 @@ if __name__ == "__main__":
         from shared import any_digit_model
 
         options.model = any_digit_model(Path(f"{options.output}-start"), rows(2048, seed=1))
-    # `from trl import ...`, or `from rl4llm.extensions.trl import ...`
-    library = importlib.import_module("trl" if options.library == "trl" else "rl4llm.extensions.trl")
+    # `from trl import ...`, or `from rl4llm_compat.trl import ...`
+    library = importlib.import_module("trl" if options.library == "trl" else "rl4llm_compat.trl")
     GRPOConfig, GRPOTrainer = library.GRPOConfig, library.GRPOTrainer
 
     trainer = GRPOTrainer(

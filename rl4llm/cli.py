@@ -26,6 +26,7 @@ COMMANDS: Registry[Any] = Registry(
         "recipe": "rl4llm.commands.recipe",
         "serve": "rl4llm.commands.serve",
     },
+    extras={"import": "compat", "run": "compat"},
 )
 """Each command is a module, or an object in one, which has `add`."""
 

@@ -41,7 +41,6 @@ PACKAGES = {
     "rl4llm.envs.tools": "api/environments.md",
     "rl4llm.algorithms": "api/algorithms.md",
     "rl4llm.testing": "api/testing.md",
-    "rl4llm.extensions.trl": "api/trainers.md",
 }  # packages that users import from, and the page of each; names of rl4llm are on the page that fits their module
 GROUPS = {
     "rl4llm.envs": "api/environments.md",
@@ -67,7 +66,7 @@ CONTRACTS = (
 API = {  # page: title, what it says first, and modules of names of rl4llm; a name is on the first page that fits
     "api/trainers.md": (
         "Trainers",
-        "A trainer builds a run from Python objects or from a configuration. The configurations of TRL are accepted too.",
+        "A trainer builds a run from Python objects or from a configuration.",
         ("rl4llm.api.", "rl4llm.config."),
     ),
     "api/rewards.md": (
@@ -119,7 +118,10 @@ def public_names() -> dict[str, str]:
 def _of_extensions() -> dict[str, str]:
     """Return the page of each name that extensions add."""
     return {
-        path.replace(":", "."): page for group, page in GROUPS.items() for path in provided(group).values()
+        path.replace(":", "."): page
+        for group, page in GROUPS.items()
+        for path in provided(group).values()
+        if path.startswith("rl4llm.")
     }
 
 

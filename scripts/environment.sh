@@ -20,8 +20,8 @@ if sys.version_info < (3, 11):
 PY
 [ -x "$venv/bin/pip" ] || "$python" -m venv "$venv"  # a failed attempt may leave one without pip
 
-# What is installed depends on setup.py, the lock and the extras alone. There is nothing to do when the files are the same
-# and no extra is missing.
+# What is installed depends on setup.py, the packages in extras/, the lock and the extras alone. There is nothing to do when
+# the files are the same and no extra is missing.
 stamp="$venv/rl4llm-installed" installed="" missing=""
 if [ -f "$stamp" ]; then installed="$(cat "$stamp")"; fi
 lock=("$root/scripts/lock/core.txt") unlocked=()
@@ -29,7 +29,7 @@ for extra in "$@"; do
   case ",${installed%% *}," in *",$extra,"*) ;; *) missing="${missing:+$missing,}$extra" ;; esac
   if [ -f "$root/scripts/lock/$extra.txt" ]; then lock+=("$root/scripts/lock/$extra.txt"); else unlocked+=("$extra"); fi
 done
-sum="$(cat "$root/setup.py" "$root"/scripts/lock/*.txt | cksum)"
+sum="$(cat "$root/setup.py" "$root"/extras/*/pyproject.toml "$root"/scripts/lock/*.txt | cksum)"
 if [ -n "$missing" ] || [ "${installed#* }" != "$sum" ]; then
   echo "Installing rl4llm${extras:+ with $extras} into $venv: minutes, and without a word when all is well ..."
   rm -f "$stamp"  # a failed installation must not keep the stamp of an earlier one
@@ -44,7 +44,9 @@ if [ -n "$missing" ] || [ "${installed#* }" != "$sum" ]; then
   # The build of torch depends on the machine, so the lock has neither torch nor CUDA. The version is the tested one everywhere.
   "${pip[@]}" torch==2.13.0
   unlocked="$(IFS=,; echo "${unlocked[*]-}")"
-  "${pip[@]}" --no-build-isolation -e "$root${unlocked:+[$unlocked]}"
+  packages=(-e "$root${unlocked:+[$unlocked]}")
+  case ",$extras," in *,dev,*) for package in "$root"/extras/*/; do packages+=(-e "$package"); done ;; esac
+  "${pip[@]}" --no-build-isolation "${packages[@]}"
   earlier="${installed%% *}"
   if [ "${installed#* }" = "$sum" ]; then extras="${earlier:+$earlier,}$missing"; fi  # what is installed stays
   echo "$extras $sum" > "$stamp"

@@ -26,7 +26,7 @@ from pathlib import Path
 from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("rl4llm", "tests", "configs", "scripts", "docs", "pytest.ini")
+COPIED = ("rl4llm", "extras", "tests", "configs", "scripts", "docs", "conftest.py", "pytest.ini")
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 TIMEOUT_S = 300.0  # of a mutant
 OUTCOMES = {0: "SURVIVED", 1: "killed", None: "killed by the time limit"}  # by exit status of pytest

@@ -7,7 +7,7 @@
 # instead of a sample of them. Each part prints how long it took, the tests by directory, and the slowest 25 of them.
 #
 #   --smoke          the tests of tests/smoke.txt: a few of every part, in under two minutes
-#   --fast           in under five minutes: without the files of tests that take longest (LONGEST in tests/conftest.py: the
+#   --fast           in under five minutes: without the files of tests that take longest (LONGEST in conftest.py: the
 #                    tutorial, the real model, commands of pages, several ranks and machines, most runs of extensions), and
 #                    without tests that need a real inference server or DeepSpeed
 #   RL4LLM_HUMANEVAL a file with HumanEval's problems, on which the sandbox is tried (default: those tests are skipped)

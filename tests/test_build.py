@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TEXTS
 from sweeps import sampled
 from vowels import Vowels
 
+from conftest import TEXTS
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.api import DPOTrainer, GRPOTrainer
 from rl4llm.backends.lora import FrozenModel

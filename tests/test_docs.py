@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / f"{name}.md" for name in ("AGENTS", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY"))]
 PAGES += [ROOT / "configs" / "README.md"]
 PAGES += [*sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "scripts").rglob("README.md"))
+PAGES += sorted((ROOT / "scripts").rglob("README.md")) + sorted((ROOT / "extras").glob("*/README.md"))
 CONFIGURED = ("train", "launch", "eval", "collect")
 
 
@@ -72,8 +72,8 @@ def test_every_file_and_heading_that_a_page_names_is_there(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
         assert not heading or heading in anchors(file), target
-    named = re.findall(r"`((?:tests|configs|scripts|examples|rl4llm|docs)/[\w./]*)`", text)
-    called = re.findall(r"\b(?:scripts|configs|tests)/[\w/]+\.(?:sh|yaml|py)", text)
+    named = re.findall(r"`((?:tests|configs|scripts|examples|extras|rl4llm|docs)/[\w./]*)`", text)
+    called = re.findall(r"(?<![\w/])(?:scripts|configs|tests|extras)/[\w/]+\.(?:sh|yaml|py)", text)
     assert not [path for path in {*named, *called} if not (ROOT / path).exists()]
 
 

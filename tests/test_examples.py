@@ -12,10 +12,12 @@ LOOPS = (
     "loop.py",
     "loop_async.py",
     "loop_sglang.py",
-    "tinker_loop.py",
-)  # no runs with logs; tests/trainers/test_loop.py, test_sglang.py and tests/extensions/tinker have them
+)  # no runs with logs; tests/trainers/test_loop.py and test_sglang.py have them
+OF_EXTRAS = ("from_trl.py", "tinker_loop.py")  # tested there
 PARTS = ("shared.py", "sums.py")  # not programs that train
-RUNNABLE = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in (*PARTS, *LOOPS))
+RUNNABLE = sorted(
+    path.name for path in EXAMPLES.glob("*.py") if path.name not in (*PARTS, *LOOPS, *OF_EXTRAS)
+)
 
 
 LEARNS_SOON = ("new_algorithm.py",)
@@ -50,7 +52,6 @@ def test_there_is_an_example_for_each_thing_that_users_write():
         "custom_loop.py",
         "custom_reward.py",
         "custom_tool.py",
-        "from_trl.py",
         "new_algorithm.py",
         "self_play.py",
     ]

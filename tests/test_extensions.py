@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from without_extensions import PARTS, PREFIX, ROOT, extensions, registries
 from rl4llm.core.registry import manifests
 
 PACKAGE = ROOT / "rl4llm"
+EXTRAS = {
+    file.parent.name: tomllib.loads(file.read_text(encoding="utf-8"))["project"]["entry-points"]
+    for file in (ROOT / "extras").glob("*/pyproject.toml")
+}
 LIBRARY = [
     path
     for path in PACKAGE.rglob("*.py*")
@@ -63,7 +68,7 @@ def test_each_extension_has_a_manifest():
 
 def test_a_manifest_adds_to_tables_that_the_library_has():
     known = registries(PACKAGE).keys() | {PARTS}
-    added = {group for manifest in manifests().values() for group in manifest}
+    added = {group for manifest in (*manifests().values(), *EXTRAS.values()) for group in manifest}
     assert added <= known and len(added) >= 10
 
 
@@ -73,15 +78,46 @@ def test_the_library_asks_for_the_parts_that_are_provided():
     asked = set(re.findall(r"""from_extension\(\s*["'](\w+)["']""", text))
     asked |= set(re.findall(r"""provided\(PARTS\)\.get\("(\w+)"\)""", text))
     asked |= {f"answer_{kind}" for kind in re.findall(r"""elsewhere\("(\w+)",""", text)}
-    assert asked == {part for manifest in manifests().values() for part in manifest.get(PARTS, ())}
+    assert asked == {
+        part for manifest in (*manifests().values(), *EXTRAS.values()) for part in manifest.get(PARTS, ())
+    }
 
 
 def test_no_two_extensions_provide_one_name():
     pairs = [
-        (group, name) for manifest in manifests().values() for group in manifest for name in manifest[group]
+        (group, name)
+        for manifest in (*manifests().values(), *EXTRAS.values())
+        for group in manifest
+        for name in manifest[group]
     ]
     own = [(group, name) for group, table in registries(PACKAGE).items() if group for name in table.builtin]
     assert [pair for pair, count in Counter(pairs + own).items() if count > 1] == []
+
+
+def test_the_library_knows_which_package_of_extras_has_a_name():
+    known = [(group, table.extras) for group, table in registries(PACKAGE).items()]
+    hints = {(group, name, package) for group, names in known for name, package in names.items()}
+    assert hints == {
+        (group, name, package)
+        for package, groups in EXTRAS.items()
+        for group in groups.keys() - {PARTS}
+        for name in groups[group]
+    }
+
+
+@pytest.mark.parametrize(
+    "package, line",
+    [("compat", "run x.py --lr 1"), ("compat", "import x"), ("tinker", "serve tinker --help")],
+)
+def test_a_command_of_a_missing_package_names_it(package, line):
+    code = f"""
+import importlib.metadata, sys
+importlib.metadata.entry_points = lambda group: []
+from rl4llm.cli import main
+sys.exit(main({line.split()}))"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.endswith(f"pip install ./extras/{package}\n")
 
 
 def test_manifests_are_read_without_importing_their_extensions():

@@ -79,22 +79,13 @@ MODULES = {
 KEYS = """
 --training.lr 1e-4                                 | Keys of a configuration have no dashes: write training.lr=1e-4
 --training.lr=1e-4                                 | write training.lr=1e-4
---learning_rate 1e-4                               | 'learning_rate' is a key of TRL: here it is `training.lr`
---learning-rate=1e-4                               | is a key of TRL: here it is `training.lr`
---per_device_train_batch_size 1                    | is a key of TRL: here it is `rollout.prompts`
---model M                                          | 'model' is a key of TRL: here it is `model.path`
---output-dir x                                     | here it is `output.dir`
 --max-steps 3                                      | Keys of a configuration have no dashes: write max_steps=3
 training.lr 1e-4                                   | 'training.lr' is not an override. Accepted: key.sub=value
 training.lr= 1e-4                                  | '1e-4' is not an override. Accepted: key.sub=value
 training.lr=fast                                   | training.lr='fast' is not accepted: a finite number, 0 or above
 training.lr=-1                                     | training.lr=-1.0 is not accepted: a finite number, 0 or above
 training.lrr=1                                     | Did you mean 'training.lr'
-learning_rate=1                                    | 'learning_rate' is a key of TRL: here it is `training.lr`
-num_train_epochs=3                                 | is a key of TRL: here it is `training.epochs` with a dataset
-training.num_train_epochs=3                        | is a key of TRL: here it is `training.epochs` with a dataset
 training.epochs=3                                  | Did you mean training.passes_per_rollout
-learning_rat=1                                     | Did you mean 'learning_rate'? It is a key of TRL
 training=1                                         | training=1 is not accepted. Accepted: a mapping of keys
 max_steps=1.5                                      | max_steps=1.5 is not accepted: a whole number, 0 or above
 max_steps=???                                      | max_steps is not set. Set it in the YAML file or on the command line

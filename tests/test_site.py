@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("", "rewards", "envs", "envs/tools", "algorithms", "testing", "extensions/trl")
+PACKAGES = ("", "rewards", "envs", "envs/tools", "algorithms", "testing")
 MISSING = [
     name for name in ("mkdocs", "material", "mkdocstrings", "mike") if not importlib.util.find_spec(name)
 ]

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+EXTRAS = ("extras/compat/rl4llm_compat", "extras/tinker/rl4llm_tinker")
 
 
 @pytest.fixture(scope="module")
 def errors():
     """Return what mypy prints of the package, a user's file and the benchmarks: one start reads torch for all of them."""
     pytest.importorskip("mypy", reason="needs mypy: pip install 'rl4llm[dev]'")
-    command = [sys.executable, "-m", "mypy", "rl4llm", "tests/typed_user.py", "scripts/bench"]
+    command = [sys.executable, "-m", "mypy", "rl4llm", *EXTRAS, "tests/typed_user.py", "scripts/bench"]
     environment = {**os.environ, "MYPYPATH": "scripts/bench"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout + done.stderr

@@ -8,7 +8,9 @@ from typing import Any
 
 from rl4llm.core.registry import Registry, from_extension
 
-KINDS: Registry[Callable[[Sequence[str]], int]] = Registry("rl4llm serve", group="rl4llm.servers")
+KINDS: Registry[Callable[[Sequence[str]], int]] = Registry(
+    "rl4llm serve", group="rl4llm.servers", extras={"tinker": "tinker"}
+)
 """Other kinds of servers by the first word after ``serve``; each is called with the words that follow."""
 
 
@@ -23,7 +25,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     kind, words = arguments.flags[:1], arguments.flags[1:]
-    if kind and kind[0] in KINDS:
+    if kind and (kind[0] in KINDS or kind[0] in KINDS.extras):
         return KINDS[kind[0]](words)
     serve: Callable[[Sequence[str]], int] = from_extension("serve", "rl4llm serve")
     return serve(arguments.flags)

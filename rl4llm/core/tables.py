@@ -95,6 +95,7 @@ REWARDS: Registry[type[BaseRewardFunction] | Callable[..., Any]] = Registry(
         "threshold": "rl4llm.rewards.wrappers:Threshold",
         "tool_use": "rl4llm.rewards.tool_use:ToolUseReward",
     },
+    extras={"compute_score": "compat"},
 )
 """Subclasses of BaseRewardFunction, and plain functions ``f(completions, **columns) -> list[float]``."""
 

@@ -14,6 +14,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from rl4llm import RewardTrainer
 from rl4llm.backends.classifier import SCORE, load_value_head
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.models import load_model, load_tokenizer
@@ -22,7 +23,6 @@ from rl4llm.core.errors import ConfigError, ModelError
 from rl4llm.core.types import ChatMessage, TokenSpan, Trajectory
 from rl4llm.data.pack import Batching
 from rl4llm.extensions.judges.reward_model import LearnedReward
-from rl4llm.extensions.trl import RewardTrainer
 
 WITH_CLASS = [
     name
@@ -58,7 +58,7 @@ def own_scores(path):
 
 
 def trained(model, directory, **options):
-    RewardTrainer(model=str(model), train_dataset=PAIRS, output_dir=directory, **RUN, **options).train()
+    RewardTrainer(str(model), PAIRS, output={"dir": str(directory)}, **RUN, **options).train()
     return directory / "model"
 
 
@@ -133,4 +133,4 @@ def test_model_that_others_could_not_score_is_refused(model_dir, foreign, tmp_pa
     tokenizer.chat_template = tokenizer.chat_template.replace("'<|im_end|>\\n'", "'<|im_end|>'")
     tokenizer.pad_token = "<|im_end|>"
     with pytest.raises(ConfigError, match="also the pad token"):
-        trained(model_dir, tmp_path / "pad", processing_class=tokenizer)
+        trained(model_dir, tmp_path / "pad", tokenizer=tokenizer)

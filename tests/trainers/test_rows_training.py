@@ -11,7 +11,6 @@ from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.lengths import PATIENCE
 from rl4llm.data.render import Renderer
-from rl4llm.extensions import trl
 from tests.trainers.test_preferences import column, make, metrics
 
 ASKED = {"role": "user", "content": "How many coins?"}
@@ -149,16 +148,3 @@ def test_a_clash_of_tools_is_refused_before_a_run(model_dir, tmp_path):
         make(GRPOTrainer, model_dir, rows, tmp_path, rewards=["math"], env=env, rollout={"prompts": 1})
     with pytest.raises(ConfigError, match=r"bad_rows"):
         make(GRPOTrainer, model_dir, rows, tmp_path, data={"bad_rows": "drop"})
-
-
-def test_rows_of_trl_with_tools_are_read_as_ours(model_dir, tokenizer, tmp_path):
-    small = {"max_steps": 1, "per_device_train_batch_size": 2, "bf16": False, "gradient_checkpointing": False}
-    row = {"messages": [ASKED, said("85")], "tools": [SCHEMA], "chat_template_kwargs": {"x": 1}}
-    sft = trl.SFTTrainer(
-        model=str(model_dir),
-        train_dataset=[row] * 2,
-        args=trl.SFTConfig(str(tmp_path / "sft"), assistant_only_loss=True, **small),
-    )
-    spans = sft.trainer.read(sft.trainer.dataset[0], "p").trajectories[0].spans
-    assert list(spans[0].token_ids) == Renderer(tokenizer, [SCHEMA], ()).first([ChatMessage.from_dict(ASKED)])
-    sft.trainer.close()

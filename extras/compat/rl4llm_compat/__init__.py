@@ -1,0 +1,1 @@
+"""Names, commands and functions of other projects; docs/migration.md describes them."""
