@@ -312,7 +312,7 @@ COMPOSE = _of(
 TINKER = _of(
     "../extras/tinker/rl4llm_tinker",
     "extras/tinker/tests",
-    ("tinker_betas", "../../../rl4llm/backends/optimizer.py", "betas=options.betas, eps=options.eps, weight_decay",
+    ("tinker_betas", "models.py", "betas=options.betas, eps=options.eps, weight_decay",
      "eps=options.eps, weight_decay", f"{SERVED}steps_are_those_of_adamw_with_every_parameter"),
     ("tinker_alpha", "models.py", "alpha=ALPHA", "alpha=2 * shape.rank",
      f"{SERVED}merged_weights_have_alpha_32_whatever_the_rank"),

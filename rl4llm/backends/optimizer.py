@@ -95,21 +95,6 @@ class Optimizer:
         groups = groups or [{"params": []}]  # a model that never trains
         self.adam = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
 
-    def use(self, options: OptimizerOptions) -> None:
-        """Take other options from the next step on; the moments stay."""
-        self.options = options
-        for group in self.adam.param_groups:
-            decays = any(parameter.ndim > 1 for parameter in group["params"])
-            group.update(
-                betas=options.betas, eps=options.eps, weight_decay=options.weight_decay if decays else 0.0
-            )
-
-    def forget(self) -> None:
-        """Begin again: without moments and gradients, at step 0."""
-        self.adam.state.clear()
-        self.adam.zero_grad(set_to_none=True)
-        self.step_number = 0
-
     def step(self) -> dict[str, float]:
         """Clip, step, zero the gradients; non-finite gradients are discarded and counted as "skipped"."""
         lr = self.options.lr_at(self.step_number)

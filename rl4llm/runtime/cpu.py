@@ -7,7 +7,6 @@ are not affected. The norms serve GPUs too.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import gc
@@ -155,12 +154,6 @@ def keep_freed_memory() -> bool:
     # the other options hold for the first heap alone, so all threads use it
     options = ((M_MMAP_THRESHOLD, HEAP_BLOCK), (M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, STEP), (M_ARENA_MAX, 1))
     return all(mallopt(option, value) for option, value in options)
-
-
-def return_freed_memory() -> None:
-    """Have glibc return what is free to the kernel, in the middle of the heap too; do nothing with another malloc."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def set_aside_what_stays() -> None:

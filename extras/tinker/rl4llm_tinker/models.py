@@ -155,7 +155,7 @@ class Trained:
         if other := sorted(given.keys() - {*accepted, "type"}):
             raise ConfigError(unknown("adam_params", other[0], accepted))
         params, optimizer = call(AdamParams, given, "adam_params"), self.backend.optimizer
-        optimizer.use(params.options())
+        _use(optimizer, params.options())
         large = max(params.learning_rate, params.weight_decay) > 1 or max(params.beta1, params.beta2) > 0.9999
         undo = _undo(optimizer) if large or params.eps < 1e-16 else None  # else float32 does not overflow
         metrics = self.backend.optim_step()
@@ -176,7 +176,10 @@ class Trained:
         """Load what `backend.save` wrote, the optimizer too or as a new one."""
         self.backend.load(directory)
         if not optimizer:
-            self.backend.optimizer.forget()
+            optimizer = self.backend.optimizer
+            optimizer.adam.state.clear()
+            optimizer.adam.zero_grad(set_to_none=True)
+            optimizer.step_number = 0
 
     def publish(self, directory: Path) -> None:
         """Write what a sampler loads: the adapter as a PEFT directory, or the whole model."""
@@ -184,6 +187,16 @@ class Trained:
             self.backend.write_adapter(directory)
         else:
             self.backend.export(directory)
+
+
+def _use(optimizer: Optimizer, options: OptimizerOptions) -> None:
+    """Take other options from the next step on; the moments stay."""
+    optimizer.options = options
+    for group in optimizer.adam.param_groups:
+        decays = any(parameter.ndim > 1 for parameter in group["params"])
+        group.update(
+            betas=options.betas, eps=options.eps, weight_decay=options.weight_decay if decays else 0.0
+        )
 
 
 def _undo(optimizer: Optimizer) -> Callable[[], None]:

@@ -6,6 +6,8 @@ Everything here runs in the event loop of the HTTP server, except the jobs, whic
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import json
 import secrets
 import time
@@ -18,7 +20,6 @@ from typing import Any, TypeVar
 
 from rl4llm.core.errors import CheckpointError, ConfigError, EngineError, unknown
 from rl4llm.core.schema import Natural
-from rl4llm.runtime.cpu import return_freed_memory
 from rl4llm_tinker.messages import encode_losses, read_forward_backward
 from rl4llm_tinker.models import Base, Samplers, Shape, Trained
 from rl4llm_tinker.requests import call
@@ -331,3 +332,9 @@ class Service:
 
 def _json(**answer: Any) -> bytes:
     return json.dumps(answer).encode()
+
+
+def return_freed_memory() -> None:
+    """Have glibc return what is free to the kernel, in the middle of the heap too; do nothing with another malloc."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)

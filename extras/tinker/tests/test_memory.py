@@ -1,6 +1,8 @@
 """What nobody can ask for any more is freed."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import weakref
 from concurrent.futures import Future
@@ -88,3 +90,28 @@ def test_an_error_that_waits_for_its_client_holds_no_tensors():
     finally:
         worker.close()
     assert found[0]() is None and outcome.exception().__traceback__ is not None
+
+
+FREED = """
+import gc
+from pathlib import Path
+from rl4llm.runtime.cpu import keep_freed_memory
+from rl4llm_tinker.service import return_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+glibc = keep_freed_memory()
+blocks = [b"x" * (1 << 20 | number) for number in range(300)]
+on_top = [b"x" * (1 << 20 | number) for number in range(3)]  # the heap cannot shrink below it
+del blocks
+before = resident()
+return_freed_memory()
+print(not glibc or before - resident() > 200 << 20)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_freed_memory_in_the_middle_of_the_heap_goes_back():
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr
