@@ -330,6 +330,19 @@ TINKER = _of(
      f"{SERVED}numbers_of_requests_are_bounded_whole_numbers"),
 )  # fmt: skip
 
+COMPAT = _of(
+    "../extras/compat/rl4llm_compat",
+    "extras/compat/tests",
+    ("prompts_of_reset", "trl/environment.py", '"" if last.content == PLACEHOLDER else last.content', "last.content",
+     "trl/test_scripts.py::test_environment_without_a_dataset_brings_the_prompts"),
+    ("divided_group", "trl/joint.py", " or rows < group", "",
+     "trl/test_script.py::test_what_cannot_be_said_is_refused_with_what_to_do"),
+    ("installed_parts", "../../../rl4llm/core/registry.py", "in importlib.metadata.entry_points(group=group)}", "in ()}",
+     "migration/test_answers.py::test_unknown_key_of_another_project_is_answered"),
+    ("missing_package", "../../../rl4llm/core/registry.py", "and name in self.extras", "and not name",
+     "../../../tests/test_extensions.py::test_a_command_of_a_missing_package_names_it"),
+)  # fmt: skip
+
 MUTANTS = {
     mutant.name: mutant
     for mutant in chain(
@@ -347,5 +360,6 @@ MUTANTS = {
         REWARDS,
         COMPOSE,
         TINKER,
+        COMPAT,
     )
 }

@@ -23,6 +23,10 @@ from rl4llm.runtime.runner import in_caller
 INSTANCE = "environment"
 """Where a sample's extras hold its object until it is scored."""
 
+PLACEHOLDER = "(what reset returns)"
+ROWS = [{"prompt": [{"role": "user", "content": PLACEHOLDER}]}]
+"""The dataset of a script without one: its environment's `reset` returns the prompts."""
+
 MANY = 16  # calls of a turn, and turns, where TRL has no limit
 
 
@@ -97,7 +101,8 @@ class ScriptEnv(ToolMDPEnv):
         sample.extras[INSTANCE] = Instance(made)
         sample.special = replace(sample.special, own_prompt=True)
         last = sample.messages[-1]
-        sample.messages[-1] = replace(last, content=last.content + (seen or ""))
+        text = "" if last.content == PLACEHOLDER else last.content
+        sample.messages[-1] = replace(last, content=text + (seen or ""))
 
 
 def script_env(functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None) -> type[ScriptEnv]:

@@ -41,10 +41,11 @@ def batches(values: Values, facts: TrainingFacts) -> Keys:
     if "num_generations" not in values:
         return {"rollout.prompts": rows}
     group, rollout = values["num_generations"], max(rows, _completions(values, facts))
-    if rollout % group or rollout % rows:
+    if rollout % group or rollout % rows or rows < group:
         raise ConfigError(
-            f"{rollout} completions per rollout and process must be a multiple of num_generations={group} and of the "
-            f"optimizer step, {rows} completions (per_device_train_batch_size x gradient_accumulation_steps)."
+            f"A rollout has {rollout} completions per process (generation_batch_size), and must be a multiple of "
+            f"num_generations={group} and of the optimizer step. A step has {rows} completions "
+            "(per_device_train_batch_size x gradient_accumulation_steps), and must have at least a group."
         )
     return {"rollout.prompts": rollout // group, "training.updates_per_rollout": rollout // rows}
 

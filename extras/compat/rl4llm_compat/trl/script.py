@@ -36,6 +36,8 @@ class Script:
     def __init__(self, algorithm: str, arguments: dict[str, Any], *, configured: bool = False):
         self.algorithm, self._configured = algorithm, configured
         self.args: TRLConfig | None = self._checked(arguments.pop("args", None))
+        if arguments.get("environment_factory") and not {"train_dataset", "dataset"} & arguments.keys():
+            arguments["train_dataset"] = environment.ROWS
         if (
             self.args is None
             and not configured

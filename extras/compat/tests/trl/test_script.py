@@ -183,6 +183,7 @@ def test_an_adapter_is_what_peft_says_it_is():
     ({"args": GRPOConfig("out", loss_type="cispo")}, "epsilon_high"),
     ({"use_vllm": True, "vllm_mode": "remote"}, "vllm_mode='remote'"),
     ({"num_generations": 7, "per_device_train_batch_size": 8}, "multiple of num_generations=7"),
+    ({"num_generations": 8, "per_device_train_batch_size": 4, "generation_batch_size": 8}, "x gradient_accumulation_steps"),
     ({"lr_scheduler_type": "polynomial"}, "Accepted: constant"),
     ({"report_to": ["azure"]}, "report_to"),
     ({"save_strategy": "epoch"}, "Accepted: no, or steps"),

@@ -182,6 +182,22 @@ def test_environment_factory_gives_each_episode_an_object(place, model_dir):
     assert all(re.fullmatch(r"Count\. It is [0-7]\.", start) for start in starts)
 
 
+def test_environment_without_a_dataset_brings_the_prompts(place, model_dir):
+    """As in TRL, `max_steps` is then the length of the run."""
+    text = (
+        re.sub("    train_dataset=.*\n", "", GAME)
+        .replace("start, **columns", "**columns")
+        .replace(
+            'self.count = start\n        return f" It is {start}."',
+            "self.count = 0\n        return 'Count from 0.'",
+        )
+    )
+    run_script(write(place, text), [str(model_dir)])
+    (episodes,) = place.glob("out/episodes/*.jsonl")
+    firsts = [json.loads(line)["messages"][0]["content"] for line in episodes.read_text().splitlines()]
+    assert len(firsts) == 4 and set(firsts) == {"Count from 0."}
+
+
 def test_changing_the_import_is_enough(place, model_dir):
     text = GAME.replace("from trl import", "from rl4llm_compat.trl import")
     script = write(place, text)
