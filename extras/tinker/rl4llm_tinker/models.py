@@ -176,10 +176,10 @@ class Trained:
         """Load what `backend.save` wrote, the optimizer too or as a new one."""
         self.backend.load(directory)
         if not optimizer:
-            optimizer = self.backend.optimizer
-            optimizer.adam.state.clear()
-            optimizer.adam.zero_grad(set_to_none=True)
-            optimizer.step_number = 0
+            fresh = self.backend.optimizer
+            fresh.adam.state.clear()
+            fresh.adam.zero_grad(set_to_none=True)
+            fresh.step_number = 0
 
     def publish(self, directory: Path) -> None:
         """Write what a sampler loads: the adapter as a PEFT directory, or the whole model."""
