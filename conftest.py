@@ -48,7 +48,7 @@ LONGEST = (
     "extensions/toolbox/test_mcp", "backends/test_torch_backend", "test_docs", "inference/test_local_images",
     "extensions/sandbox/test_code_env", "extensions/adapters/test_reasoning_gym", "test_gpu_bench",
     "rewards/test_math_reward", "extensions/sandbox/test_published", "test_extensions",
-    "extensions/evaluate/test_lm_eval", "trainers/test_needs", "test_wheel", "extensions/adapters/test_verifiers_v0",
+    "extensions/evaluate/test_lm_eval", "trainers/test_needs", "test_wheel",
 )  # fmt: skip
 """The files with the most seconds, which begin first; `--fast` leaves them out."""
 

@@ -12,7 +12,7 @@
 #                    without tests that need a real inference server or DeepSpeed
 #   RL4LLM_HUMANEVAL a file with HumanEval's problems, on which the sandbox is tried (default: those tests are skipped)
 #   RL4LLM_SERVERS   where the servers' environments lie, about 7 GB (default: ~/.cache/rl4llm/servers); made once. Those of
-#                    transformers 4, 1.1 GB, the Tinker SDK, 1.6 GB, and verifiers, 1.3 GB, lie beside this directory
+#                    transformers 4, 1.1 GB, the Tinker SDK, 1.6 GB, and verifiers, 0.6 GB, lie beside this directory
 set -euo pipefail
 since=0
 took() { printf '%s took %d s.\n' "$1" "$((SECONDS - since))" && since="$SECONDS"; }
@@ -47,9 +47,9 @@ export RL4LLM_TRANSFORMERS4_PYTHON="$transformers4/bin/python"
 tinker="$(dirname "$servers")/tinker"
 scripts/install_tinker.sh "$tinker"
 export RL4LLM_TINKER_PYTHON="$tinker/bin/python"
-verifiers="$(dirname "$servers")/verifiers"
+verifiers="$(dirname "$servers")/verifiers/v1"
 scripts/install_verifiers.sh "$verifiers"
-export RL4LLM_VERIFIERS_V0_PYTHON="$verifiers/v0/bin/python" RL4LLM_VERIFIERS_PYTHON="$verifiers/v1/bin/python"
+export RL4LLM_VERIFIERS_PYTHON="$verifiers/bin/python"
 export MYPY_CACHE_DIR="${MYPY_CACHE_DIR:-$(dirname "$servers")/mypy}"  # what it knows of torch serves each checkout
 took "Installing bubblewrap, the servers, transformers 4, the Tinker SDK and verifiers"
 export RL4LLM_SGLANG_PYTHON="$servers/sglang/bin/python" RL4LLM_VLLM_PYTHON="$servers/vllm/bin/python"

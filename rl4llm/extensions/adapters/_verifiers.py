@@ -1,6 +1,6 @@
-"""List the tasks of an environment of the library verifiers, play one of them, or score groups.
+"""List the tasks of an environment of verifiers 0.4 (`verifiers.v1`), a module with a `Taskset`, or play one of them.
 
-    PYTHON -P _verifiers.py list|play|score '{"task": ..., "options": ..., "max_turns": ...}' < WHAT.json > RESULT.json
+    PYTHON -P _verifiers.py list|play '{"task": ..., "options": ..., "max_turns": ...}' < WHAT.json > RESULT.json
 
 Run by path, with the Python that has verifiers installed; rl4llm need not be installed there. Modules are also looked
 up in the working directory. On an error it exits and prints the reason to standard error.
@@ -10,52 +10,126 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.util
+import itertools
 import json
+import math
 import os
 import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+try:
+    from verifiers.v1.clients import ModelContext
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.configs.client import EvalClientConfig
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.null import NullHarness
+    from verifiers.v1.utils.loaders import (
+        default_harness_id,
+        env_config_type,
+        load_environment,
+        resolve_env_config,
+    )
+except ImportError as error:
+    sys.exit(
+        f"{sys.executable} has no verifiers with the interface of 0.4 (verifiers.v1): {error}. "
+        "Next step: pip install 'verifiers>=0.4' there."
+    )
+
+__all__ = ["ChatHarness"]  # verifiers finds the harness by it
+HARNESS = "rl4llm_chat"
 HELD_OUT_SHARE = 10  # one task in this many is held out
+TRIES = 20  # tasks of an endless set to look at for each task requested
+sys.modules[HARNESS] = sys.modules[__name__]
 
 
-def listed(tasks: Any, split: str, limit: int) -> list[dict[str, Any]]:
-    """Return the first tasks of a split, which depends on a task's prompt alone unless the task names it."""
-    rows: list[dict[str, Any]] = []
-    for row in tasks:
-        digest = hashlib.sha256(json.dumps(row["messages"], sort_keys=True).encode()).digest()
-        held_out = "test" if digest[0] % HELD_OUT_SHARE == 0 else "train"
-        if row.pop("split", held_out) == split:
-            rows.append(row)
-        if len(rows) == limit:
-            break
-    return rows
+class ChatHarness(NullHarness):
+    """verifiers' own chat loop with a task's tools, run by this interpreter without installing anything."""
+
+    async def setup(self, runtime: Any) -> None:
+        """Do nothing: NullHarness would install an interpreter for the loop."""
+
+    async def launch(self, ctx: Any, trace: Any, runtime: Any, *given: Any, **options: Any) -> Any:
+        return await super().launch(ctx, trace, _Here(runtime), *given, **options)
 
 
-def interface(task: str) -> ModuleType:
-    """Return the file beside this one that plays the task: `_verifiers_v0` if its module has `load_environment`."""
-    found = importlib.util.find_spec(task.replace("-", "_").split("/")[-1])
-    text = Path(found.origin).read_text() if found is not None and found.origin else ""
-    old = "load_environment" in text and "verifiers.v1" not in text
-    name = "_verifiers_v0" if old else "_verifiers_v1"
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None  # the file lies beside this one
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class _Here:
+    """A runtime that runs scripts with this interpreter."""
+
+    def __init__(self, runtime: Any):
+        self.write, self.run_program = runtime.write, runtime.run_program
+
+    async def prepare_uv_script(self, source: str, env: Any, *, activate: bool = True) -> list[str]:
+        await self.write("chat.py", source.encode())
+        return [sys.executable, "chat.py"]
 
 
-def result_of(verb: str, chosen: dict[str, Any], what: dict[str, Any]) -> Any:
-    """Return the result of a verb, in the interface that the task is written for."""
-    library = interface(chosen["task"])
-    env = library.environment(**chosen)
-    if verb == "list":
-        return listed(library.listed(env, **what), **what)
-    if verb == "score":
-        return asyncio.run(library.scored(env, what["groups"]))
-    return asyncio.run(library.played(env, what["verifiers"]))
+def environment(task: str, options: dict[str, Any], max_turns: int) -> Any:
+    """Return the environment with one agent, which runs as a subprocess unless the options set another runtime.
+
+    Raises ValueError if the environment has other agents than `agent`.
+    """
+    taskset = {"id": task, **options.get("taskset", {})}
+    roles = list(agent_config_fields(env_config_type(task, options.get("id", ""))()))
+    if roles != ["agent"]:
+        raise ValueError(
+            f"its agents are {', '.join(roles)}; one policy plays environments whose only agent is 'agent'"
+        )
+    agent = {"runtime": {"type": "subprocess"}, "max_turns": max_turns, **options.get("agent", {})}
+    if default_harness_id(task) == "bash":  # the set of tasks has no harness
+        agent.setdefault("harness", {"id": HARNESS})
+    return load_environment(resolve_env_config({**options, "taskset": taskset, "agent": agent}))
+
+
+def listed(env: Any, split: str, limit: int) -> list[dict[str, Any]]:
+    """Return the first tasks of a split, which depends on a task's prompt alone."""
+    tasks = env.taskset if env.taskset.bounded else itertools.islice(env.taskset, TRIES * limit)
+    rows = ({"messages": prompt_of(task.data), "number": task.data.idx, "hash": task.hash} for task in tasks)
+    return list(itertools.islice((row for row in rows if split_of(row["messages"]) == split), limit))
+
+
+def split_of(messages: list[dict[str, Any]]) -> str:
+    """Return the split of a prompt."""
+    digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()
+    return "test" if digest[0] % HELD_OUT_SHARE == 0 else "train"
+
+
+def prompt_of(data: Any) -> list[dict[str, Any]]:
+    """Return a task's prompt as messages. Raises ValueError for a task without a prompt."""
+    if not data.prompt:
+        raise ValueError(
+            f"its task {data.idx} has no prompt: a user would open the conversation, but there is no user here"
+        )
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*system, {"role": "user", "content": data.prompt}]
+    return [*system, *(message_to_wire(message) for message in data.prompt)]
+
+
+async def played(env: Any, made: dict[str, Any]) -> dict[str, Any]:
+    """Play one rollout of a task against the endpoint in the environment variables; return the result of verifiers."""
+    number = made["number"]
+    task = next(itertools.islice(env.taskset, number, None), None)
+    if task is None or task.hash != made["hash"]:
+        raise ValueError(
+            f"its task {number} differs from when the tasks were listed: {task and task.data.prompt!r:.200}"
+        )
+    client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    async with env.serving():
+        episode = await env.run_slot(env.slots(task)[0], ModelContext(model="policy", client=client))
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok or len(episode.traces) != 1:
+        reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        raise RuntimeError(f"the rollout failed in verifiers: {reasons or f'{len(episode.traces)} traces'}")
+    trace = episode.traces[0]
+    rewards = {name: reward and reward.value for name, reward in trace.rewards.items()}
+    if not rewards or not all(reward is not None and math.isfinite(reward) for reward in rewards.values()):
+        raise RuntimeError(
+            f"verifiers returned no finite reward but {rewards}; stop condition: {trace.stop_condition!r}"
+        )
+    metrics = {
+        name: value for name, value in trace.metrics.items() if value is not None and math.isfinite(value)
+    }
+    return {"reward": trace.reward, "rewards": rewards, "metrics": metrics, "stop": trace.stop_condition}
 
 
 def main() -> None:
@@ -67,7 +141,8 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     chosen, what = json.loads(sys.argv[2]), json.load(sys.stdin)
     try:
-        result = result_of(sys.argv[1], chosen, what)
+        env = environment(**chosen)
+        result = listed(env, **what) if sys.argv[1] == "list" else asyncio.run(played(env, what["verifiers"]))
     except Exception as error:  # noqa: BLE001 - a task's own code may raise anything; the caller reports it
         sys.exit(f"{chosen['task']}: {type(error).__name__}: {error}")
     with os.fdopen(result_to, "w") as stream:

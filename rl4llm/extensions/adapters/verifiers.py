@@ -3,8 +3,7 @@
     rl4llm train configs/verifiers_grpo.yaml env.python=../verifiers/bin/python env.task=my_tasks
 
 The library's dependencies conflict with the trainer's, so it is installed separately: `env.python` is the Python of
-that environment. It needs nothing of rl4llm, and verifiers 0.4 for a module with a `Taskset`, or 0.1.14 to 0.3 for one
-with `load_environment`.
+that environment. It needs nothing of rl4llm, and verifiers 0.4.
 """
 
 from __future__ import annotations
@@ -68,14 +67,13 @@ class VerifiersEnv(AGENT_ENV):
     The reward `verifiers` is the reward of verifiers; its parts and metrics are logged as `env/<name>`. An episode that
     verifiers does not score, for example because a tool broke, fails (`agent/crashed`). One that hit a limit is scored
     as far as it got. For a set of tasks without a harness, verifiers' plain chat loop is used with the tasks' tools.
-    Rewards of whole groups, which verifiers had before 0.4, are computed when all episodes of a prompt have ended.
     Loading verifiers takes seconds of one core per episode: set `env.processes` to the number of cores.
 
     Args:
-        task: the verifiers name of the set of tasks, a module with a `Taskset` in its `__all__` or `load_environment`.
+        task: the verifiers name of the set of tasks, a module with a `Taskset` in its `__all__`.
         python: the interpreter of the environment with verifiers.
-        options: further configuration of verifiers' environment, such as ``{"taskset": {...}, "agent": {...}}``, or the
-            arguments of `load_environment`. Its judges need an own URL and key: `env.env` sets variables for them.
+        options: further configuration of verifiers' environment, such as ``{"taskset": {...}, "agent": {...}}``.
+            Its judges need a separate URL and key: `env.env` sets variables for them.
         max_steps: maximum number of turns of an episode.
     """
 
@@ -91,7 +89,6 @@ class VerifiersEnv(AGENT_ENV):
         max_steps: int = 32,
         **kwargs: Any,
     ):
-        self._score_command = _command("score", task, python, options, max_steps)
         command = _command("play", task, python, options, max_steps)
         super().__init__(*args, command=command, max_steps=max_steps, **kwargs)
 
@@ -104,7 +101,9 @@ class VerifiersEnv(AGENT_ENV):
             )
         super()._conclude(sample, session, outcome)
         if verdict is not None:
-            _note(sample, verdict, self._score_command)
+            sample.extras[COLUMN] = verdict
+            parts = {**verdict["metrics"], **verdict["rewards"]}
+            sample.extras["metrics"] = {**parts, **sample.extras["metrics"]}
 
 
 class VerifiersReward(BaseBatchReward):
@@ -115,42 +114,8 @@ class VerifiersReward(BaseBatchReward):
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure for a sample that verifiers did not score."""
-        _score_groups([sample for sample in samples if "group" in sample.extras.get(COLUMN, {})])
         verdicts = [sample.extras.get(COLUMN, {}) for sample in samples]
-        return [
-            verdict["reward"]
-            if "reward" in verdict
-            else RewardFailure(verdict.get("failed", "verifiers gave no reward"))
-            for verdict in verdicts
-        ]
-
-
-def _note(sample: SampleState, verdict: Mapping[str, Any], score_command: Sequence[str]) -> None:
-    sample.extras[COLUMN] = dict(verdict)
-    if "group" in verdict:
-        sample.extras[COLUMN]["command"] = list(score_command)
-    if "reward" not in verdict:
-        return
-    parts = {**verdict["metrics"], **verdict["rewards"]}
-    sample.extras["metrics"] = {**parts, **sample.extras["metrics"]}
-
-
-def _score_groups(samples: Sequence[SampleState]) -> None:
-    """Let verifiers score the episodes of each prompt together, and note the rewards or why there are none."""
-    if not samples:
-        return
-    groups: dict[str, list[SampleState]] = {}
-    for sample in samples:
-        groups.setdefault(sample.session.rpartition("/")[0], []).append(sample)
-    command = samples[0].extras[COLUMN]["command"]
-    states = [[sample.extras[COLUMN]["group"] for sample in group] for group in groups.values()]
-    try:
-        scores = _result(command, {"groups": states}, "score the groups")
-    except ConfigError as error:
-        scores = [[{"failed": str(error)}] * len(group) for group in groups.values()]
-    for group, verdicts in zip(groups.values(), scores, strict=True):
-        for sample, verdict in zip(group, verdicts, strict=True):
-            _note(sample, verdict, command)
+        return [verdict.get("reward", RewardFailure("verifiers gave no reward")) for verdict in verdicts]
 
 
 def _command(
@@ -172,8 +137,7 @@ def _result(command: Sequence[str], what: Mapping[str, Any], aim: str) -> Any:
     except OSError as error:
         raise ConfigError(
             f"{where} cannot be started: {error}. Next step: python -m venv ../verifiers && ../verifiers/bin/pip install "
-            "'verifiers>=0.4', and env.python=../verifiers/bin/python. A module with `load_environment` needs "
-            "'verifiers>=0.1.14,<0.4'."
+            "'verifiers>=0.4', and env.python=../verifiers/bin/python."
         ) from error
     if done.returncode:
         raise ConfigError(
@@ -186,6 +150,6 @@ def _verdict(output: str) -> dict[str, Any] | None:
     """Return the runner's output as a verdict, or None if it is not one."""
     try:
         verdict = json.loads(output)
-        return verdict if "group" in verdict or math.isfinite(verdict["reward"]) else None
+        return verdict if math.isfinite(verdict["reward"]) else None
     except (ValueError, TypeError, KeyError):
         return None

@@ -117,7 +117,6 @@ def test_every_token_is_recorded_as_it_was_sampled(model, tokenizer, play):
     )
 
 
-@pytest.mark.sweep  # an old environment does in test_verifiers_v0.py
 def test_episode_that_hits_the_turn_limit_is_scored(tokenizer, play, rows):
     client = ScriptedClient(tokenizer, {"": [CALL] * 3})
     options = {"taskset": {"task": {"tools": {}}}}
