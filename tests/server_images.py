@@ -9,10 +9,10 @@ import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_vision import build_vision_model, build_vision_tokenizer, save_vision_model
 from vision_models import TEXTS, picture, plain_logprobs, vision_of, whole_model
 
 from rl4llm.backends.models import load_tokenizer
-from rl4llm.backends.tiny_vision import build_vision_model, build_vision_tokenizer, save_vision_model
 from rl4llm.compose.setup import Given
 from rl4llm.compose.trainer import build_trainer
 from rl4llm.config import load_config

@@ -6,9 +6,9 @@ import json
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_vision import IMAGE, VISION_END, VISION_START, build_vision_model, save_vision_model
 
 from rl4llm.backends.source_form import save_pretrained
-from rl4llm.backends.tiny_vision import IMAGE, VISION_END, VISION_START, build_vision_model, save_vision_model
 
 HIDDEN, SIDE = 96, 56  # of the text model; and pixels of an image, 4 tokens, in families with one size
 PIXELS = {

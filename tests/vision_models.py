@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from sweeps import sampled
+from tiny_vision import build_vision_tokenizer
 from transformers import AutoModelForImageTextToText
 from vision_families import BOTH_WAYS, FAMILIES, GRIDS, SIDE, write
 
 from rl4llm.backends.models import load_model
-from rl4llm.backends.tiny_vision import build_vision_tokenizer
 from rl4llm.backends.tower import add_tower
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import TokenSpan, Trajectory

@@ -10,11 +10,11 @@ import numpy as np
 import PIL.Image
 import pytest
 from test_plan import WITHIN, measured
+from tiny_vision import build_vision_model, build_vision_tokenizer, save_vision_model
 from transformers import Qwen3VLForConditionalGeneration
 from vision_models import TEXTS, vision_directories, vision_directory  # noqa: F401 - fixtures
 from vision_models import vision_of as vision_of_files
 
-from rl4llm.backends.tiny_vision import build_vision_model, build_vision_tokenizer, save_vision_model
 from rl4llm.compose import supervised
 from rl4llm.compose.data import longest_rows
 from rl4llm.compose.models import vision_of
