@@ -104,7 +104,6 @@ wrong value     | launch small.yaml output.dir=small.yaml          | output.dir=
 wrong key       | launch small.yaml backend.shards=ddp --on slurm  | Did you mean 'shard'?
 wrong path      | launch small.yaml model.path=./nowhere           | model.path='./nowhere' does not exist
 wrong path      | launch small.yaml data.path=smal.yaml            | The dataset 'smal.yaml' does not exist
-no text         | launch small.yaml --on ssh --option hosts=latin1 | latin1, line 1:
 no address      | train small.yaml env.remote=3                    | env.remote=3 is not accepted
 no file         | view broken --export pipe                        | pipe cannot be written: it exists but is not a regular
 not accepted    | info nothing                                     | invalid choice

@@ -16,7 +16,6 @@ from rl4llm.config import Config, by_part
 from rl4llm.config.keys import TrainingConfig
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.errors import ConfigError, RL4LLMError
-from rl4llm.core.registry import from_extension
 from rl4llm.core.schema import check_values
 from rl4llm.core.tables import GENERATED
 from rl4llm.data.read import check_source
@@ -58,8 +57,6 @@ def _misses_module(error: BaseException | None) -> bool:
 def check_choices(config: Config, given: Given, needs: Needs) -> None:
     """Raise ConfigError for all mistakes that can be found without opening a file."""
     check_backend(config, needs)
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # of a process that `accelerate launch` started
-        from_extension("check_accelerate", "accelerate launch")(config, os.environ)
     lora = config.model.lora
     for key, value in (("targets", list(lora.targets)), ("alpha", lora.alpha)):
         if value and not lora.rank:

@@ -5,6 +5,7 @@ A single process is one rank, so no caller asks whether training is distributed.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from rl4llm.core.errors import ConfigError, RanksError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LATER_S = 60.0  # so that the watchdog, whose report has more detail, fires first
 
@@ -166,6 +168,7 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
     """
     if dist.is_initialized():
         return DistributedRanks() if dist.get_world_size() > 1 else Ranks()
+    _warn_of_accelerate(environ)
     size = environ.get("WORLD_SIZE", "1")
     if not size.isdigit() or int(size) < 1:
         raise ConfigError(
@@ -198,6 +201,17 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
             "On a machine with several networks, set GLOO_SOCKET_IFNAME to the interface, as `rl4llm launch` does."
         ) from error
     return DistributedRanks()
+
+
+def _warn_of_accelerate(environ: Mapping[str, str]) -> None:
+    """Warn that only the configuration decides about sharding and precision."""
+    sharded = {environ.get("ACCELERATE_USE_FSDP"), environ.get("ACCELERATE_USE_DEEPSPEED")} & {"true"}
+    precise = environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+    if (sharded or precise) and environ.get("RANK", "0") == "0":
+        logger.warning(
+            "The sharding and the precision that `accelerate launch` was given are ignored. Set backend.name, backend.shard "
+            "or backend.config, and model.autocast."
+        )
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:

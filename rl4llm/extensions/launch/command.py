@@ -139,7 +139,7 @@ def _ranks(arguments: argparse.Namespace) -> int:
 
 def _here(arguments: argparse.Namespace) -> int:
     """Start all processes of a run on this machine."""
-    from rl4llm.extensions.launch.local import launch_here, own, planned
+    from rl4llm.extensions.launch.local import launch_here, planned
     from rl4llm.runtime.gpus import visible_gpus
 
     _check_config(arguments)
@@ -149,7 +149,7 @@ def _here(arguments: argparse.Namespace) -> int:
         arguments.config, arguments.overrides, force=arguments.force, gpus=visible_gpus(os.environ) or None
     )
     for place in found:
-        known = [f"{name}={value}" for name, value in {**shared, **own(place)}.items()]
+        known = [f"{name}={value}" for name, value in {**shared, **place.environ()}.items()]
         show(shlex.join(["env", *known, *place.role.command]))
     return 0
 

@@ -1,4 +1,4 @@
-"""The input of a launcher: the roles of a run, and the assignment of their processes to numbered machines."""
+"""The input of a launcher."""
 
 from __future__ import annotations
 
@@ -41,52 +41,3 @@ class ClusterJob:
         for name in self.options:
             if name not in known:
                 raise ConfigError(unknown(f"--on {launcher}: --option", name, known))
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One process of a role on a machine: its number, and the GPUs that it may use, by number or by name."""
-
-    role: Role
-    number: int
-    devices: tuple[int | str, ...] = ()
-
-    def environ(self) -> dict[str, str]:
-        """Return the variables that distinguish it from other processes; a process without GPUs sees none."""
-        return {"RL4LLM_NUMBER": str(self.number), "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices))}
-
-
-def places(machines: Sequence[Mapping[str, int]], roles: Sequence[Role]) -> list[list[Assignment]]:
-    """Assign processes to machines, given the number per role on each. Numbers count over machines, GPUs per machine. Roles
-    that share the trainer's GPUs begin at its first one.
-
-    Raises ConfigError if the machines and the configuration ask for different numbers.
-    """
-    by_name, counts, found = (
-        {role.name: role for role in roles},
-        dict.fromkeys((role.name for role in roles), 0),
-        [],
-    )
-    for machine in machines:
-        here, device = [], 0
-        for name, count in machine.items():
-            if name not in by_name:
-                raise ConfigError(unknown("a machine's role", name, by_name))
-            role = by_name[name]
-            device = 0 if role.shares_gpus else device
-            for _ in range(count):
-                here.append(Assignment(role, counts[name], tuple(range(device, device + role.gpus))))
-                counts[name] += 1
-                device += role.gpus
-        found.append(here)
-    for role in roles:
-        if counts[role.name] != role.count:
-            raise ConfigError(
-                f"The machines have {counts[role.name]} place(s) for the role {role.name}, but the section `launch` asks "
-                f"for {role.count}. Change one of them."
-            )
-    if any(sum(place.role.name == "trainer" for place in machine) > 1 for machine in found):
-        raise ConfigError(
-            "trainer=2 is not accepted for one machine: one trainer starts launch.nproc processes on its machine."
-        )
-    return found

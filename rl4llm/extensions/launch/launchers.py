@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from rl4llm.config import Config, load_config, to_yaml
 from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.extensions.launch import modal, slurm, ssh
+from rl4llm.extensions.launch import modal, slurm
 from rl4llm.extensions.launch.job import ClusterJob
 from rl4llm.extensions.launch.roles import roles
 
@@ -28,19 +27,16 @@ class Launcher:
         render: returns the files of a job, by name, besides its configuration.
         submit: the command that submits them, run in their directory.
         config: path of the configuration for the processes; "" for next to the files, on a shared file system.
-        ready: raises ConfigError if the command could not submit anything, before files are written.
     """
 
     render: Callable[[ClusterJob], Mapping[str, str]]
     submit: Sequence[str]
     config: str = ""
-    ready: Callable[[], None] = lambda: None
 
 
 LAUNCHERS: Mapping[str, Launcher] = {
-    "ssh": Launcher(ssh.render, ssh.SUBMIT),
     "slurm": Launcher(slurm.render, slurm.SUBMIT),
-    "modal": Launcher(modal.render, modal.SUBMIT, config=modal.CONFIG, ready=modal.ready),
+    "modal": Launcher(modal.render, modal.SUBMIT, config=modal.CONFIG),
 }
 
 
@@ -61,13 +57,9 @@ def launch_on(
     missing = [key for key in job.secrets if submit and not os.environ.get(key)]
     if missing:
         raise ConfigError(f"{missing[0]} is not set. Next: export {missing[0]}=$(openssl rand -hex 32)")
-    if submit:
-        LAUNCHERS[name].ready()
-    if submit and shutil.which(words[0]) is None:
-        raise ConfigError(
-            f"{words[0]} is not installed on this machine. Next: omit --submit, and submit the files where it is."
-        )
-    _write(directory, files)
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        (directory / file).write_text(text)
     say(f"Wrote {', '.join(str(directory / file) for file in files)}")
     if job.secrets:
         say(
@@ -110,12 +102,3 @@ def _given(options: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--option {text!r} is not accepted. Accepted: KEY=VALUE, in one line.")
         found[name] = value
     return found
-
-
-def _write(directory: Path, files: Mapping[str, str]) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (directory / name).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"Cannot write to {directory}: {error}. Next: use --out DIRECTORY.") from None

@@ -12,13 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.launch.job import Assignment, places
 from rl4llm.extensions.launch.ranks import STOPPED
 from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, log_of, roles
 from rl4llm.runs.run_dir import RunDir
@@ -30,6 +29,20 @@ from rl4llm.runtime.watchdog import stop_signals
 HOST = "127.0.0.1"
 LOOK_S = 0.2
 GRACE_S = 120.0  # to finish the current step and save a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One process of a role: its number, and the GPUs that it may use, by number or by name."""
+
+    role: Role
+    number: int
+    devices: tuple[int | str, ...] = ()
+
+    def environ(self) -> dict[str, str]:
+        """Return the variables that distinguish it from other processes; if its role has no GPUs, none is hidden."""
+        devices = {VISIBLE: ",".join(map(str, self.devices))} if self.role.gpus else {}
+        return {NUMBER: str(self.number), **devices}
 
 
 def launch_here(
@@ -52,7 +65,7 @@ def launch_here(
         for place in reversed(found):  # the trainer starts last and is stopped first
             log = log_of(chosen, place.role.name, place.number) if place is not found[0] else None
             with open(log, "ab") if log else nullcontext() as file:
-                processes[place] = start(place.role.command, {**shared, **own(place)}, GRACE_S, log=file)
+                processes[place] = start(place.role.command, {**shared, **place.environ()}, GRACE_S, log=file)
             started.callback(_stop, processes[place])
             if log:
                 say(f"Starting {_name(place)}; its log is {log}")
@@ -86,7 +99,7 @@ def planned(
     wanted = roles(chosen, command, here=True)
     if gpus is not None and not gpus and chosen.model.device == "auto":  # the trainer then uses the CPU
         wanted = [replace(role, gpus=0) if role.name == "trainer" else role for role in wanted]
-    (found,) = places([{role.name: role.count for role in wanted}], wanted)
+    found = assigned(wanted)
     if gpus is not None:
         asked = max((int(device) + 1 for place in found for device in place.devices), default=0)
         launch = chosen.launch
@@ -95,6 +108,17 @@ def planned(
         check_gpus(asked, what, gpus, os.environ)
         found = [replace(one, devices=tuple(gpus[int(device)] for device in one.devices)) for one in found]
     return found, {hosts_variable(role.name): ",".join(_hosts(role)) for role in wanted}
+
+
+def assigned(wanted: Sequence[Role]) -> list[Assignment]:
+    """Assign GPUs to the processes of all roles. Roles that share the trainer's GPUs begin at its first one."""
+    found, device = [], 0
+    for role in wanted:
+        device = 0 if role.shares_gpus else device
+        for number in range(role.count):
+            found.append(Assignment(role, number, tuple(range(device, device + role.gpus))))
+            device += role.gpus
+    return found
 
 
 def present(environ: Mapping[str, str]) -> list[str]:
@@ -129,11 +153,6 @@ def _hosts(role: Role) -> list[str]:
 
 def _name(place: Assignment) -> str:
     return f"{place.role.name} {place.number}"
-
-
-def own(place: Assignment) -> dict[str, str]:
-    """Return the variables of one process; if the configuration asks for no GPUs, none is hidden."""
-    return {name: value for name, value in place.environ().items() if place.role.gpus or name == NUMBER}
 
 
 def _wait(

@@ -1,6 +1,3 @@
-"""The command that starts several processes, and the check of what `accelerate launch` asks for."""
+"""The command that starts the processes of a run."""
 
-PROVIDES = {
-    "rl4llm.commands": {"launch": "rl4llm.extensions.launch.command"},
-    "rl4llm.parts": {"check_accelerate": "rl4llm.extensions.launch.accelerate:check_accelerate"},
-}
+PROVIDES = {"rl4llm.commands": {"launch": "rl4llm.extensions.launch.command"}}

@@ -25,7 +25,6 @@ CONFIG = (
     "/rl4llm-run/config.yaml"  # in every container; Python started in / would take /rl4llm for the package
 )
 SHARED = "/shared"  # mount point of the volume, and base of the trainer's relative paths
-MOST_GPUS = 8  # per container
 SYNC = ("auto", "filesystem", "tensor")
 
 TEXT = '''\
@@ -61,22 +60,13 @@ def check(job: ClusterJob) -> None:
     _check_files(yaml.safe_load(job.config))
 
 
-def ready() -> None:
-    """Raise ConfigError if Modal would refuse to start anything."""
-    try:
-        from rl4llm.extensions.launch.modal_app import check_account  # noqa: PLC0415 - an extra
-    except ImportError:
-        raise ConfigError("--on modal needs the package modal. Next: pip install 'rl4llm[modal]'.") from None
-    check_account()
-
-
 def _check_roles(job: ClusterJob) -> None:
-    """Refuse roles that Modal cannot run: containers connect only over HTTPS, and have the GPUs of one machine."""
+    """Refuse roles that Modal cannot run: containers connect only over HTTPS, and one of them trains."""
     counts = {role.name: role.count for role in job.roles}
     if counts["trainer"] > 1:
         raise ConfigError(
             f"launch.nodes={counts['trainer']} is not accepted with --on modal, where one container trains. "
-            f"Next: set launch.nodes=1 and launch.nproc up to {MOST_GPUS}."
+            "Next: set launch.nodes=1 and launch.nproc up to 8."
         )
     if "router" in counts:
         raise ConfigError(
@@ -87,15 +77,10 @@ def _check_roles(job: ClusterJob) -> None:
             f"launch.env_hosts={counts['env']} is not accepted with --on modal: containers cannot connect by gRPC. Next: "
             "remove it, so that the trainer plays the episodes, or set env.remote to hosts outside Modal."
         )
-    for role in job.roles:
-        if role.gpus > MOST_GPUS:
-            raise ConfigError(
-                f"{role.gpus} GPUs for a {role.name} are not accepted with --on modal. Accepted: up to {MOST_GPUS}."
-            )
-        if role.gpus and not role.gpu:
-            raise ConfigError(
-                "--on modal needs launch.gpu, such as H100, and launch.server_gpu if servers use another GPU."
-            )
+    if any(role.gpus and not role.gpu for role in job.roles):
+        raise ConfigError(
+            "--on modal needs launch.gpu, such as H100, and launch.server_gpu if servers use another GPU."
+        )
 
 
 def _check_files(config: dict[str, Any]) -> None:

@@ -4,6 +4,9 @@
       rl4llm launch --as trainer            rl4llm launch --as server
       commits weights/v000012   -- volume --   reloads, loads, proves version 12
 
+A server that is asked to load a version before it sees it refuses, and is asked again until it does
+(`inference.visible_within_s`).
+
 Each server has a fixed address, also when its container is replaced, so that weights reach every one of them. It
 requires RL4LLM_SERVER_KEY. The trainer's container may be replaced too, and runs for at most 24 hours: the run then
 resumes.
@@ -18,23 +21,23 @@ import os
 import re
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import modal
-from modal.config import config as account
 from packaging.requirements import Requirement
 
+from rl4llm.commands.output import say
 from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.extensions.launch import volume
 from rl4llm.extensions.launch.job import ClusterJob
 from rl4llm.extensions.launch.modal import CONFIG, SHARED, check
 from rl4llm.extensions.launch.roles import NUMBER, SGLANG, Role, hosts_variable, roles
-from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime.supervise import start
 
 VOLUME = "RL4LLM_VOLUME"
 SOURCES = "/root"  # where Modal puts Python sources; only processes that it starts search there
@@ -47,6 +50,8 @@ RETRIES = 10
 STOPPED = 75
 NAMED = re.compile(r"[A-Za-z_]\w*(\.\w+)*:\w+")  # package.module:Name
 SHOWS_WITHIN_S = 600.0  # to commit and reload a version of many GB
+SYNC_S = 1.0  # between two commits or reloads
+GRACE_S = 25.0  # a container that is shut down has 30 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +102,12 @@ def build(path: Path, name: str, options: Mapping[str, str]) -> ModalRun:
     )
 
 
-def check_account() -> None:
-    """Raise ConfigError if no Modal account is set up."""
-    if not any(account.get(key) for key in ("token_id", "oauth_refresh_token")):
-        raise ConfigError(
-            "No Modal account is set up. Next: run `modal token new`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET."
-        )
-
-
 def actor(server_urls: list[str]) -> int:
     """Train or resume the run in a container; return the exit code."""
     config = load_config(CONFIG)
     role = _role(config, "trainer", _fitted(config))
-    run = RunDir(Path(SHARED) / config.output.dir)
-    weights = Path(SHARED) / config.sync.dir if config.sync.dir else run.weights_dir
-    named = [weights / "LATEST", run.checkpoints_dir / "latest", run.model_dir]
     known = {NUMBER: "0", **_known(server_urls)}
-    code = volume.train(_volume(), role.command, known, Path(SHARED), named)
+    code = _synced(_volume().commit, role.command, known, Path(SHARED))
     if code == STOPPED:
         # Modal retries the call, which resumes the run
         raise RuntimeError("The run was stopped; it resumes from its last checkpoint.")
@@ -126,7 +120,35 @@ def worker() -> int:
     local = Path(SHARED) / config.model.path
     role = _role(config, "server", [f"model.path={local}"] if local.is_dir() else [])
     names = [f"server-{number}" for number in range(role.count)]
-    return volume.serve(_volume(), role.command, _known(names))
+    # A volume cannot be reloaded while a working directory is on it.
+    return _synced(_volume().reload, role.command, _known(names), Path("/"))
+
+
+def _synced(
+    step: Callable[[], None], command: Sequence[str], environ: Mapping[str, str], directory: Path
+) -> int:
+    """Run a command to its end and commit or reload the volume meanwhile and after it; return its exit code."""
+    process, reason = start(command, environ, GRACE_S, directory=directory), ""
+    try:
+        while process.poll() is None:
+            time.sleep(SYNC_S)
+            reason = _tried(step, reason)
+        return process.returncode
+    finally:
+        process.terminate()
+        process.wait()
+        _tried(step, reason)
+
+
+def _tried(step: Callable[[], None], before: str) -> str:
+    """Return why a step failed, "" if it did not; print the reason unless it is the same as before."""
+    try:
+        step()
+    except RuntimeError as error:
+        if str(error) != before:
+            say(f"The volume is not ready, retrying: {error}")
+        return str(error)
+    return ""
 
 
 class Worker:
@@ -216,23 +238,13 @@ def _image(config: Config, path: Path, options: Mapping[str, str], *, servers: b
             image = image.run_commands(*make).env({"RL4LLM_SGLANG_PYTHON": f"{SERVERS}/bin/python"})
         image = image.add_local_python_source("rl4llm", ignore=CACHES)
     own = sorted(set(_own_modules(config)))
-    for module in own:
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(
-                f"The configuration names {module}, which was not found. Next: add its directory to PYTHONPATH."
-            )
     image = image.add_local_python_source(*own, ignore=CACHES) if own else image
     return image.add_local_file(path, CONFIG)
 
 
 def _requirements(extras: Sequence[str]) -> list[str]:
     """Return what pip must install for this version of rl4llm."""
-    try:
-        needed = [Requirement(text) for text in importlib.metadata.requires("rl4llm") or ()]
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            "rl4llm is not installed, so its requirements are unknown. Next: pip install -e ."
-        ) from None
+    needed = [Requirement(text) for text in importlib.metadata.requires("rl4llm") or ()]
     known = importlib.metadata.metadata("rl4llm").get_all("Provides-Extra") or ()
     for name in extras:
         if name not in known:
@@ -265,9 +277,6 @@ def _own_modules(config: Any) -> Iterator[str]:
 
 def _secrets(trainer: Role, options: Mapping[str, str]) -> list[modal.Secret]:
     """Return the run's keys, from the caller's environment, and the Modal secret of the options."""
-    for name in trainer.secrets:
-        if not os.environ.get(name):
-            raise ConfigError(f"{name} is not set. Next: export {name}=$(openssl rand -hex 32)")
     own = [modal.Secret.from_local_environ(list(trainer.secrets))] if trainer.secrets else []
     return own + ([modal.Secret.from_name(options["secret"])] if "secret" in options else [])
 

@@ -129,10 +129,6 @@ def words(
 
     `source` are the configuration file and its overrides; the hosts of each role are in the order of their numbers.
     """
-    if not 0 <= number < role.count:
-        raise ConfigError(
-            f"{NUMBER}={number} is not accepted for --as {role.name}. Accepted: 0 to {role.count - 1}."
-        )
     host, port = place(role.name, hosts[role.name][number], number)
     where = ["--host", "127.0.0.1" if is_loopback(host) else "0.0.0.0", "--port", str(port)]
     if role.name == "server":
@@ -161,13 +157,8 @@ def part(
         raise ConfigError(
             f"--as {name} is not accepted: the section `launch` of {config} asks only for {asked}."
         )
-    number = environ.get(NUMBER, "0")
-    if not number.isdecimal():
-        raise ConfigError(
-            f"{NUMBER}={number!r} is not accepted. Accepted: the number of this process within its role, from 0."
-        )
     hosts = read_hosts(environ, list(wanted.values()))
-    found = words(chosen, [config, *overrides], wanted[name], int(number), hosts)
+    found = words(chosen, [config, *overrides], wanted[name], int(environ.get(NUMBER, 0)), hosts)
     return [*found, "--force"] if force and name == "trainer" else found
 
 
@@ -289,7 +280,7 @@ def _check(config: Config, here: bool) -> None:
         )
     if here and launch.nodes > 1:
         raise ConfigError(
-            f"launch.nodes={launch.nodes} is not accepted on a single machine. Accepted: 1; or --on ssh, ..."
+            f"launch.nodes={launch.nodes} is not accepted on a single machine. Accepted: 1; or --on slurm, ..."
         )
     if not here:
         _check_apart(config)

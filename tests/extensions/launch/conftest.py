@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from launch_cluster import EVERY_ROLE, HOSTS, OPTIONS, Cluster
+from launch_cluster import EVERY_ROLE, Cluster
 
 from rl4llm.extensions.launch.launchers import launch_on
 
@@ -12,12 +12,10 @@ def written(tmp_path, monkeypatch):
     """written(engine, *overrides): the directory with what starts a run of every role there."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(EVERY_ROLE))
-    (tmp_path / "hosts").write_text(HOSTS)
 
-    def write(engine, *overrides, options=None, **more):
-        given = OPTIONS[engine] if options is None else options
+    def write(engine, *overrides, options=("partition=all",), **more):
         arguments = {
-            "options": given, "out": tmp_path / f"on {engine}", "submit": False, "say": lambda text: None, **more,
+            "options": options, "out": tmp_path / f"on {engine}", "submit": False, "say": lambda text: None, **more,
         }  # fmt: skip
         assert launch_on(engine, "run.yaml", overrides, **arguments) == 0
         return arguments["out"]

@@ -16,8 +16,6 @@ EVERY_ROLE = {
     "launch": {"nodes": 2, "nproc": 4, "servers": 3, "server_gpus": 0, "router": True, "env_hosts": 2},
 }
 COUNTS = {"trainer": 2, "server": 3, "router": 1, "env": 2}
-OPTIONS = {"slurm": ["partition=all"], "ssh": ["hosts=hosts"]}
-HOSTS = "node1 trainer\nme@node2 trainer router   # a comment\n\nnode3 server=3 env=2\n"
 SECRETS = {"RL4LLM_SERVER_KEY": "5ecret one", "RL4LLM_ENV_TOKEN": "5ecret two's"}
 
 RL4LLM = """#!/usr/bin/env bash

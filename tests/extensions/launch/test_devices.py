@@ -8,7 +8,7 @@ import torch
 from rl4llm.cli import main
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch import local
-from rl4llm.extensions.launch.local import launch_here, own, planned, present
+from rl4llm.extensions.launch.local import launch_here, planned, present
 
 RUN = ["model.path=hub/model", "data.path=arithmetic", "inference.name=sglang", "launch.servers=1"]
 BOTH = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-94f1da9b-6c27-5d2d-9d1f-ef5d3b2a1c11"]
@@ -25,7 +25,7 @@ def machine(monkeypatch, tmp_path):
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         found, _ = planned(str(tmp_path / "run.yaml"), [*RUN, *overrides], gpus=present(local.os.environ))
-        return {place.role.name: own(place).get("CUDA_VISIBLE_DEVICES") for place in found}
+        return {place.role.name: place.environ().get("CUDA_VISIBLE_DEVICES") for place in found}
 
     return plan
 

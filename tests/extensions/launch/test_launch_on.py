@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from forked_python import started as started_program
-from launch_cluster import COUNTS, EVERY_ROLE, OPTIONS, RL4LLM, SECRETS
+from launch_cluster import COUNTS, EVERY_ROLE, RL4LLM, SECRETS
 from small_run import SmallRun
 from sweeps import sampled
 
@@ -41,26 +41,16 @@ exit "$code"
 """
 SQUEUE = '#!/bin/sh\ncat "$NOTES/steps"\n'
 SCANCEL = '#!/bin/sh\n[ "$1" = --signal=TERM ] && [ "$2" = 7.0 ] && kill $(cat "$NOTES/tasks of trainer")\n'
-SSH = """#!/usr/bin/env bash
-# Stands for ssh: runs the command here, in a new shell.
-while [[ $1 == -* ]]; do shift 2; done
-host=$1 exec sh -c "${*:2}"
-"""
 
 
 def texts(directory):
     return {file.name: file.read_text() for file in directory.iterdir()}
 
 
-def script_of(directory):
-    return next(file for file in directory.iterdir() if file.suffix != ".yaml")
-
-
-@pytest.mark.parametrize("engine", OPTIONS)
-def test_files_hold_the_whole_configuration_and_no_secret(engine, written, monkeypatch):
+def test_files_hold_the_whole_configuration_and_no_secret(written, monkeypatch):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    directory = written(engine, "training.lr=0.125")
+    directory = written("slurm", "training.lr=0.125")
     files = texts(directory)
     assert not [name for name, text in files.items() if "5ecret" in text]
     assert all(name in "".join(files.values()) for name in SECRETS)
@@ -69,9 +59,8 @@ def test_files_hold_the_whole_configuration_and_no_secret(engine, written, monke
     assert config.launch.servers == EVERY_ROLE["launch"]["servers"]
 
 
-@pytest.mark.parametrize("engine", ["slurm", "ssh"])
-def test_a_script_is_free_of_what_shellcheck_knows(engine, written):
-    script = script_of(written(engine, options=[*OPTIONS[engine], "setup=. venv/bin/activate"]))
+def test_a_script_is_free_of_what_shellcheck_knows(written):
+    script = written("slurm", options=["partition=all", "setup=. venv/bin/activate"]) / "job.sbatch"
     subprocess.run(["bash", "-n", script], check=True)
     check = Path(sys.executable).with_name("shellcheck")
     if not check.exists():
@@ -153,58 +142,19 @@ def started(cluster):
         time.sleep(0.05)
 
 
-def test_ssh_script_starts_every_role_and_hides_secrets(written, cluster):
-    noted = 'printf "%s\\n" "$*" >> "$NOTES/ssh"\n'
-    cluster.add(
-        "ssh", SSH.replace("while", noted + "env -u RL4LLM_SERVER_KEY -u RL4LLM_ENV_TOKEN true\nwhile")
-    )
-    directory = written("ssh")
-    done = ran(directory / "launch.sh", cluster)
-    assert done.returncode == 75, done.stderr
-    found, hosts = check_all_started(cluster, directory / "config.yaml")
-    assert hosts == {
-        "trainer": "node1,node2",
-        "server": "node3,node3,node3",
-        "router": "node2",
-        "env": "node3,node3",
-    }
-    called = (cluster.notes / "ssh").read_text()
-    assert "me@node2 bash" in called
-    assert "5ecret" not in called
-    assert found["server-2"][1]["RL4LLM_SERVER_KEY"] == SECRETS["RL4LLM_SERVER_KEY"]
-    assert found["env-0"][1]["RL4LLM_ENV_TOKEN"] == SECRETS["RL4LLM_ENV_TOKEN"]
-    assert not cluster.left()
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
-def test_stopped_ssh_script_leaves_nothing_running(number, code, written, cluster):
-    cluster.add("ssh", SSH)
-    cluster.add("rl4llm", WAITS)
-    script = written("ssh") / "launch.sh"
-    with subprocess.Popen(["bash", str(script)], env=cluster.environ, cwd=script.parent) as process:
-        started(cluster)
-        process.send_signal(number)
-        assert process.wait(30) == code
-    assert not cluster.left()
-    assert (cluster.notes / "told").exists()
-
-
-@pytest.mark.parametrize("engine", ["slurm", "ssh"])
-def test_a_script_does_not_start_anything_without_its_secrets(engine, written, cluster):
+def test_a_script_does_not_start_anything_without_its_secrets(written, cluster):
     del cluster.environ["RL4LLM_ENV_TOKEN"]
-    done = ran(script_of(written(engine)), cluster)
+    done = ran(written("slurm") / "job.sbatch", cluster)
     assert done.returncode != 0
     assert "RL4LLM_ENV_TOKEN: must be set" in done.stderr
     assert not cluster.started()
 
 
-@pytest.mark.parametrize("engine", ["slurm", "ssh"])
-def test_names_with_any_characters_stay_what_they_are(engine, written, cluster, tmp_path):
+def test_names_with_any_characters_stay_what_they_are(written, cluster, tmp_path):
     cluster.add("srun", SRUN)
-    cluster.add("ssh", SSH)
     odd = tmp_path / 'it\'s $(touch broken) `x` "a" é'
-    directory = written(engine, out=odd)
-    assert ran(script_of(directory), cluster).returncode == 75
+    directory = written("slurm", out=odd)
+    assert ran(directory / "job.sbatch", cluster).returncode == 75
     check_all_started(cluster, directory / "config.yaml")
     assert not [*tmp_path.rglob("broken")]
 
@@ -215,29 +165,16 @@ def test_names_with_any_characters_stay_what_they_are(engine, written, cluster, 
     ("slurm", ["Bad_Name=4"], "--option Bad_Name is not accepted"),
     ("slurm", ["partition"], "--option 'partition' is not accepted. Accepted: KEY=VALUE"),
     ("slurm", ["partition=a\nrm"], "in one line"),
-    ("ssh", [], "--on ssh needs --option hosts=FILE"),
-    ("ssh", ["host=hosts"], "Did you mean 'hosts'"),
-    ("ssh", ["hosts=wrong"], "wrong, line 2: 'node2 server=x' is not accepted"),
 ])  # fmt: skip
 def test_wrong_options_are_refused_before_anything_is_written(engine, options, message, written, tmp_path):
-    (tmp_path / "wrong").write_text("node1 trainer\nnode2 server=x\n")
     with pytest.raises(ConfigError, match=message):
         written(engine, options=options)
     assert not (tmp_path / f"on {engine}").exists()
 
 
-def test_submit_without_the_launcher_is_refused(written, monkeypatch):
-    for name, value in SECRETS.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"sbatch is not installed on this machine\. Next: omit --submit"):
-        written("slurm", submit=True)
-    monkeypatch.delenv("RL4LLM_SERVER_KEY")
+def test_a_submitted_job_is_handed_to_the_engines_own_command(written, cluster, monkeypatch):
     with pytest.raises(ConfigError, match="RL4LLM_SERVER_KEY is not set"):
         written("slurm", submit=True)
-
-
-def test_a_submitted_job_is_handed_to_the_engines_own_command(written, cluster, monkeypatch):
     cluster.add("sbatch", '#!/bin/sh\npwd > "$NOTES/sbatch"; echo "$@" >> "$NOTES/sbatch"\n')
     for name, value in cluster.environ.items():
         monkeypatch.setenv(name, value)
@@ -246,7 +183,7 @@ def test_a_submitted_job_is_handed_to_the_engines_own_command(written, cluster, 
 
 
 def test_local_dry_run_shows_all_roles_and_their_environment(written, capsys):
-    written("ssh")
+    written("slurm")
     words = ["launch", "run.yaml", "launch.nodes=1", "--on", "local", "--dry-run"]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -259,7 +196,7 @@ def test_local_dry_run_shows_all_roles_and_their_environment(written, capsys):
 
 
 def test_two_runs_on_one_machine_use_different_ports(written):
-    written("ssh")
+    written("slurm")
     hosts = [planned("run.yaml", ["launch.nodes=1"])[1] for _ in range(2)]
     each = [
         {host for value in shared.values() for host in value.split(",") if ":" in host} for shared in hosts
@@ -280,7 +217,7 @@ def test_two_runs_on_one_machine_use_different_ports(written):
     (["--on", "here"], "--on='here' is unknown. Known: local, modal"),
 ])  # fmt: skip
 def test_no_option_is_passed_over(words, message, written, capsys):
-    written("ssh")
+    written("slurm")
     assert main(["launch", "run.yaml", *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
@@ -332,7 +269,7 @@ STOPS = [(signal.SIGINT, 75), (signal.SIGTERM, 75), (signal.SIGKILL, -9)]
 
 @pytest.mark.parametrize(("number", "code"), sampled(STOPS, lambda stop: stop[0] != signal.SIGTERM))
 def test_stopped_local_run_leaves_nothing_running(number, code, written, cluster, tmp_path):
-    written("ssh")
+    written("slurm")
     cluster.add("rl4llm", WAITS)
     with here(cluster, tmp_path) as program:
         all_but(cluster, 7)
@@ -343,7 +280,7 @@ def test_stopped_local_run_leaves_nothing_running(number, code, written, cluster
 
 
 def test_second_ctrl_c_ends_a_local_run_that_is_saving(written, cluster, tmp_path):
-    written("ssh")
+    written("slurm")
     cluster.add("rl4llm", WAITS.replace("; exit 75' TERM", "' TERM"))
     with here(cluster, tmp_path) as program:
         all_but(cluster, 7)
@@ -357,7 +294,7 @@ def test_second_ctrl_c_ends_a_local_run_that_is_saving(written, cluster, tmp_pat
 
 
 def test_process_that_ends_stops_the_run_and_its_log_is_shown(written, cluster, tmp_path):
-    written("ssh")
+    written("slurm")
     cluster.add(
         "rl4llm",
         WAITS.replace("exec sleep 60", 'ends "$role-$RL4LLM_NUMBER"').replace("role=", FAILS + "role=", 1),
@@ -384,7 +321,7 @@ FAILS = """ends() {  # one of the servers does, once all run
 
 
 def test_nothing_starts_where_its_logs_cannot_be_written(written, cluster, tmp_path):
-    written("ssh")
+    written("slurm")
     (tmp_path / "run").write_text("a file")
     assert main(["launch", "run.yaml", *ALONE, f"output.dir={tmp_path}/run", "--on", "local"]) == 1
     assert not cluster.started()

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -21,7 +20,6 @@ from small_run import CONFIG
 
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.launch import volume
 from rl4llm.extensions.launch.launchers import launch_on
 from rl4llm.extensions.launch.modal import CONFIG as IN_CONTAINER
 
@@ -138,12 +136,9 @@ def check_secrets(plane):
     assert "tokens" in {request.deployment_name for request in requests}
 
 
-def test_modal_run_refuses_what_was_edited_or_is_missing(written, monkeypatch):
+def test_modal_run_refuses_what_was_edited(written):
     from rl4llm.extensions.launch import modal_app
 
-    directory = written()  # with a module that only PYTHONPATH leads to
-    with pytest.raises(ConfigError, match="The configuration names mine_for_modal, which was not found"):
-        modal_app.build(directory / "config.yaml", "x", {})
     directory = written("rewards=[math]")
     with pytest.raises(ConfigError, match=r"extras='deepsped' is unknown.*Did you mean 'deepspeed'"):
         modal_app.build(directory / "config.yaml", "x", {"extras": "deepsped"})
@@ -154,9 +149,6 @@ def test_modal_run_refuses_what_was_edited_or_is_missing(written, monkeypatch):
     (directory / "edited.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(ConfigError, match="dir=/runs/x is not accepted: it must be on the volume"):
         modal_app.build(directory / "edited.yaml", "x", {})
-    monkeypatch.delenv("RL4LLM_SERVER_KEY")
-    with pytest.raises(ConfigError, match="RL4LLM_SERVER_KEY is not set"):
-        modal_app.build(directory / "config.yaml", "x", {})
 
 
 def test_modal_sandbox_has_no_network_secrets_or_volume():
@@ -210,7 +202,6 @@ def test_modal_image_contains_the_named_modules():
 
 @pytest.mark.parametrize(("overrides", "options", "message"), [
     (["launch.nodes=2"], [], "launch.nodes=2 is not accepted with --on modal, where one container trains"),
-    (["launch.nproc=16"], [], "16 GPUs for a trainer are not accepted"),
     (["launch.router=true"], [], "launch.router=true is not accepted with --on modal"),
     (["launch.env_hosts=1"], [], "launch.env_hosts=1 is not accepted with --on modal"),
     (["launch.gpu=null"], [], "--on modal needs launch.gpu"),
@@ -226,19 +217,6 @@ def test_modal_refuses_unsupported_runs_before_writing(overrides, options, messa
         written(*overrides, options=options)
     assert message in str(caught.value)
     assert not (tmp_path / "on modal").exists()
-
-
-def test_modal_without_an_account_writes_nothing(written, tmp_path):
-    with pytest.raises(ConfigError, match=r"No Modal account is set up\. Next: run `modal token new`"):
-        written(submit=True)
-    assert not (tmp_path / "on modal").exists()
-
-
-def test_without_the_package_files_are_written_but_not_submitted(written, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rl4llm.extensions.launch.modal_app", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rl4llm\[modal\]'"):
-        written(submit=True)
-    assert written().exists()
 
 
 @pytest.mark.sweep  # what each of them does with the volume is tried below, and served weights in tests/extensions/servers
@@ -284,13 +262,14 @@ time.sleep(60)
 
 def test_modal_trainer_saves_before_the_last_commit(tmp_path):
     """Modal interrupts the call, and gives it half a minute."""
+    from rl4llm.extensions.launch.modal_app import _synced
+
     commits = []
 
-    class Disk:
-        def commit(self):
-            commits.append((tmp_path / "saved").exists())
-            if len(commits) == 1:
-                raise RuntimeError("there are open files preventing the operation")
+    def commit():
+        commits.append((tmp_path / "saved").exists())
+        if len(commits) == 1:
+            raise RuntimeError("there are open files preventing the operation")
 
     def interrupt(number, frame):
         raise KeyboardInterrupt
@@ -299,31 +278,12 @@ def test_modal_trainer_saves_before_the_last_commit(tmp_path):
     try:
         signal.setitimer(signal.ITIMER_REAL, 3.0)
         with pytest.raises(KeyboardInterrupt):
-            volume.train(Disk(), [sys.executable, "-c", TRAINER], {}, tmp_path, [tmp_path / "begun"])
+            _synced(commit, [sys.executable, "-c", TRAINER], {}, tmp_path)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert commits[:2] == [False, False]  # a commit that failed is made again
     assert commits[-1]
-
-
-def test_modal_volume_survives_a_replaced_directory(tmp_path):
-    model, old, ended = tmp_path / "model", tmp_path / "old", threading.Event()
-    model.mkdir()
-
-    def replace():
-        while not ended.is_set():
-            model.rename(old)
-            old.rename(model)
-
-    thread = threading.Thread(target=replace)
-    thread.start()
-    try:
-        looks = [volume._stamps([model])[0] for _ in range(20_000)]
-    finally:
-        ended.set()
-        thread.join()
-    assert any(looks)
 
 
 def test_a_volume_that_modal_does_not_answer_for_is_asked_again():
@@ -337,10 +297,11 @@ def test_a_volume_that_modal_does_not_answer_for_is_asked_again():
 
 
 def test_modal_server_ends_its_container_and_reports_once(capfd):
-    class Disk:
-        def reload(self):
-            raise RuntimeError("there are open files preventing the operation")
+    from rl4llm.extensions.launch.modal_app import _synced
 
-    code = volume.serve(Disk(), [sys.executable, "-c", "import time; time.sleep(2); raise SystemExit(9)"], {})
-    assert code == 9
+    def reload():
+        raise RuntimeError("there are open files preventing the operation")
+
+    words = [sys.executable, "-c", "import time; time.sleep(4); raise SystemExit(9)"]
+    assert _synced(reload, words, {}, Path("/")) == 9
     assert capfd.readouterr().err.count("there are open files") == 1

@@ -5,7 +5,7 @@ import pytest
 from rl4llm.cli import _parsed
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.launch.job import places
+from rl4llm.extensions.launch.local import assigned
 from rl4llm.extensions.launch.roles import ENV_TOKEN, SERVER_KEY, part, roles, words
 from rl4llm.extensions.remote.command import parser
 from rl4llm.extensions.remote.token import VARIABLE
@@ -187,10 +187,8 @@ def test_one_machine_needs_no_key_but_allows_one_trainer():
 @pytest.mark.parametrize(("environ", "message"), [
     ({"RL4LLM_SERVER_HOSTS": "c,d"}, "RL4LLM_SERVER_HOSTS='c,d' is not accepted. Accepted: 3 host"),
     ({"RL4LLM_ENV_HOSTS": ""}, "RL4LLM_ENV_HOSTS='' is not accepted. Accepted: 2 host"),
-    ({"RL4LLM_NUMBER": "3"}, "RL4LLM_NUMBER=3 is not accepted for --as server. Accepted: 0 to 2"),
-    ({"RL4LLM_NUMBER": "x"}, "RL4LLM_NUMBER='x' is not accepted"),
 ])  # fmt: skip
-def test_process_without_its_number_or_hosts_is_refused(environ, message, tmp_path):
+def test_process_without_its_hosts_is_refused(environ, message, tmp_path):
     (tmp_path / "run.yaml").write_text("")
     known = {f"RL4LLM_{name.upper()}_HOSTS": ",".join(hosts) for name, hosts in HOSTS.items()}
     with pytest.raises(ConfigError, match=message):
@@ -200,17 +198,6 @@ def test_process_without_its_number_or_hosts_is_refused(environ, message, tmp_pa
 
 
 def test_gpus_of_a_machine_are_given_to_one_process_each():
-    (machine,) = places([{"trainer": 1, "server": 3}], [*of("launch.nodes=1")[1].values()][:2])
+    machine = assigned([*of("launch.nodes=1")[1].values()][:2])
     assert [place.devices for place in machine] == [tuple(range(8)), (8, 9), (10, 11), (12, 13)]
     assert machine[3].environ() == {"RL4LLM_NUMBER": "2", "CUDA_VISIBLE_DEVICES": "12,13"}
-
-
-@pytest.mark.parametrize(("machines", "message"), [
-    ([{"trainer": 1}, {"trainer": 1, "server": 2}], "2 place.s. for the role server"),
-    ([{"trainer": 2, "server": 3}], "trainer=2 is not accepted for one machine"),
-    ([{"trainer": 1, "sevrer": 3}], "Did you mean 'server'"),
-])  # fmt: skip
-def test_machines_that_do_not_fit_the_roles_are_refused(machines, message):
-    _, found = of("launch.router=false", "launch.env_hosts=0")
-    with pytest.raises(ConfigError, match=message):
-        places(machines, list(found.values()))
