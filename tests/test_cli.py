@@ -388,7 +388,7 @@ def test_an_exported_run_is_a_model_with_a_card_of_its_results(run, tmp_path, ca
     ).read_bytes()
     card = (out / "README.md").read_text()
     monkeypatch.chdir(out)
-    shown = {}
+    shown = {"request": json.loads(re.search(r"```json\n(.*?)```", card, re.DOTALL)[1])}
     exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], shown)
     assert shown["tokenizer"].chat_template and shown["model"].num_parameters()
     assert f"| held-out set | step 0 | step {last} |" in card
@@ -460,9 +460,8 @@ def test_a_model_card_has_neither_secrets_nor_local_paths(tmp_path):
             "rewards": [judge],
         },
     }
-    card = model_card(
-        load_config(overrides={"model.path": "m", "data.path": "arithmetic", "parts": parts}), 3, []
-    )
+    config = load_config(overrides={"model.path": "m", "data.path": "arithmetic", "parts": parts})
+    card = model_card(config, 3).content
     for hidden in ("sesame", "10.1.2.3", str(tmp_path)):
         assert hidden not in card
     for told in (

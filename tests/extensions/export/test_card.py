@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 
 import pytest
@@ -76,12 +75,11 @@ def test_commands_of_the_card_build_the_prompt_of_training(keys, base, tmp_path,
     run, out = trained(base, tmp_path, **keys)
     card = (out / "README.md").read_text()
     monkeypatch.chdir(out)
-    scope = {}
+    request = json.loads(blocks(card, "json")[0])
+    scope = {"request": request}
     exec(blocks(card, "python")[0], scope)
     episode = next(iter(read_jsonl(run / "episodes" / "step-000001.jsonl")))
     assert scope["inputs"]["input_ids"][0].tolist() == episode["spans"][0]["token_ids"]
-    request = json.loads(shlex.split(blocks(card, "bash")[1])[-1])
-    assert request["messages"] == scope["messages"]
     assert (
         request["chat_template_kwargs"]
         if "template_args" in str(keys)
@@ -116,7 +114,7 @@ def test_a_license_that_is_not_stated_is_unknown(found, base, tmp_path):
 
 def test_license_link_of_a_hub_model_leads_to_its_file():
     config = load_config(overrides={"model.path": "someone/model", "data.path": "arithmetic"})
-    card = ModelCard(model_card(config, 1, [], base_card=yaml.safe_load(BASE_CARD.split("---")[1])))
+    card = model_card(config, 1, base_card=yaml.safe_load(BASE_CARD.split("---")[1]))
     assert card.data.to_dict()["license_link"] == "https://huggingface.co/someone/model/blob/main/LICENSE"
     assert card.data.base_model == "someone/model"
 
@@ -146,6 +144,6 @@ def test_card_of_a_mixture_has_the_prompt_of_each_part(base, tmp_path):
 ])  # fmt: skip
 def test_card_loads_the_model_as_what_it_is(architecture, pipeline, loader):
     config = load_config(overrides={"model.path": "m", "data.path": "arithmetic"})
-    card = ModelCard(model_card(config, 1, [], architecture=architecture))
+    card = model_card(config, 1, architecture=architecture)
     assert card.data.pipeline_tag == pipeline and f"import AutoTokenizer, {loader}\n" in card.text
     assert ("vllm serve" in card.text) == ("## Prompt" in card.text) == (pipeline != "text-classification")
