@@ -3,11 +3,10 @@
 import re
 from pathlib import Path
 
+from template_rows import COLUMNS, TemplateRow, template_row
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
-
-from rl4llm.extensions.inspect.templates import COLUMNS, TemplateRow, template_row
 
 PAGE = Path(__file__).parents[1] / "docs" / "templates.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"

@@ -11,6 +11,7 @@ import pytest
 from chat_templates import BEGIN, END, PAGE, counts, named_row, shown, tokenizer_of
 from downloads import templates
 from packed import pack
+from template_rows import follow_ups, play, template_row, turn
 
 from rl4llm.core.errors import ConfigError, TemplateError
 from rl4llm.core.types import ChatMessage, SamplingParams
@@ -20,7 +21,6 @@ from rl4llm.envs import chat_completions
 from rl4llm.envs.dialects import Dialects
 from rl4llm.extensions.agents import messages as anthropic
 from rl4llm.extensions.agents import responses
-from rl4llm.extensions.inspect.templates import follow_ups, play, template_row, turn
 from tests.data.test_render import ASK, EACH, chatml
 from tests.hostile import what_text_controls
 

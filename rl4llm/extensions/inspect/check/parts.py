@@ -17,7 +17,6 @@ from rl4llm.data.answers import ANSWER_COLUMNS
 from rl4llm.data.render import Renderer
 from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded, Part
 from rl4llm.extensions.inspect.check.machine import check_remote
-from rl4llm.extensions.inspect.templates import COLUMNS, template_row
 from rl4llm.rewards import check_examples
 from rl4llm.testing import check_env
 
@@ -93,11 +92,8 @@ def template(bench: Bench) -> str:
 
 def _template_text(renderer: Any, bench: Bench) -> str:
     ends = bench.tokenizer.convert_ids_to_tokens(list(renderer.stop_token_ids))
-    row = template_row(bench.tokenizer, bench.parts[0].setup.config.env.get("template_args"))
-    cells = ", ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, row.cells(), strict=True))
     told = (
-        f"sample conversations were extended token for token; a turn ends with {', '.join(map(repr, ends))}; {cells} "
-        "(see docs/templates.md)"
+        f"sample conversations were extended token for token; a turn ends with {', '.join(map(repr, ends))}"
     )
     # Datasets have no env.thoughts.
     return "; ".join(

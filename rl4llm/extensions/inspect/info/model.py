@@ -1,4 +1,4 @@
-"""What rl4llm does with a model: how it is sampled and trained, and what its chat template can express.
+"""What rl4llm does with a model: how it is sampled and trained, and how a turn ends.
 
 Its configuration and its tokenizer are read, but not its weights. A run proves at its start, with numbers, what is derived
 here from the architecture alone.
@@ -17,24 +17,9 @@ from rl4llm.commands.output import Facts
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.types import TensorSpec
 from rl4llm.data.render import Renderer
-from rl4llm.extensions.inspect.templates import COLUMNS, template_row
 from rl4llm.inference.embedded.llama_decode import LlamaDecoder, UnsupportedModelError
 from rl4llm.inference.embedded.model_decode import Layers, ModelDecoder
 from rl4llm.inference.paths import context_limit
-
-TEMPLATE = {
-    "user": "turns of a user",
-    "thoughts": "thoughts of earlier turns",
-    "format": "tool format",
-    "call": "a tool call as the template writes it",
-}
-WORDS = {
-    "+": "appended token for token",
-    "+ ns": "appended token for token, without a system prompt",
-    "+ d": "appended token for token; tools are described in the system prompt",
-    "=": "rendered as the template does",
-    "past": "rendered as the template does, except for thoughts of earlier turns",
-}
 
 
 def facts_of(path: str) -> Facts:
@@ -85,7 +70,7 @@ def _path(model: PreTrainedModel, context_length: int) -> str:
 
 
 def _tokenizer(path: str) -> Iterator[tuple[str, str]]:
-    """Yield what the chat template can express."""
+    """Yield whether prompts can be built, and what ends a turn."""
     try:
         tokenizer: Any = load_tokenizer(path)
     except RL4LLMError as error:
@@ -101,10 +86,6 @@ def _tokenizer(path: str) -> Iterator[tuple[str, str]]:
     except RL4LLMError as error:
         yield "chat template", str(error)
         return
-    found = template_row(tokenizer)
-    for column, cell in zip(COLUMNS, found.cells(), strict=True):
-        reason = found.reasons.get(column)
-        yield TEMPLATE.get(column, column), WORDS.get(cell, cell) + (f": {reason}" if reason else "")
     switches = "enable_thinking" in str(tokenizer.get_chat_template())
     yield (
         "thinking",

@@ -1,11 +1,9 @@
-"""What a chat template can be used for, found by playing episodes: the row of `rl4llm check` and docs/templates.md."""
+"""What a chat template can be used for, found by playing episodes: a row of docs/templates.md."""
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +77,7 @@ def template_row(tokenizer: Any, template_args: Mapping[str, Any] | None = None)
 
     def taken() -> str:
         made = tool_env(tokenizer, "auto", template_args=template_args)
-        with _only_errors(logging.getLogger("rl4llm.envs")):  # the row says what a run would be warned of
-            example = made.format.example
+        example = made.format.example
         env.append(made)
         return next((name for name in FORMATS if FORMATS[name].example == example), "own")
 
@@ -94,16 +91,6 @@ def template_row(tokenizer: Any, template_args: Mapping[str, Any] | None = None)
     fill("demonstrations", lambda: _demonstrations(tokenizer, template_args, reasons))
     fill("thoughts", lambda: _thoughts(ChatTemplate(tokenizer, None, template_args)))
     return TemplateRow(**cells, reasons=reasons)
-
-
-@contextmanager
-def _only_errors(logger: logging.Logger) -> Iterator[None]:
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class Dictated(ScriptedClient):
