@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from rl4llm.commands.scratch import scratch_of
@@ -20,22 +18,12 @@ from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
-from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Completion, Group
 from rl4llm.data.render import Renderer
-from rl4llm.extensions.inspect.plan.plan import make_plan
-from rl4llm.extensions.inspect.plan.show import size_text
-
-FreeBytes = Callable[[Path], int]
 
 
 class NotNeeded(Exception):
     """Not an error: there is nothing to check, for the given reason."""
-
-
-def free_bytes(directory: Path) -> int:
-    """Return the free bytes of the file system that contains a directory."""
-    return shutil.disk_usage(directory).free
 
 
 @dataclass
@@ -84,17 +72,12 @@ class PlayedEpisodes:
 class Bench:
     """A configuration under check. The run's directory is not touched, and everything runs in this one process.
 
-    Args:
-        config: the configuration; plain torch stands in for its `backend`, which computes the same.
-        free: returns the free bytes at a directory.
+    Plain torch replaces the configuration's `backend`, which computes the same.
     """
 
-    def __init__(self, config: Config, free: FreeBytes = free_bytes):
+    def __init__(self, config: Config):
         self.setup = Setup.of(config)
-        if self.setup.machine.ranks.size > 1:
-            raise ConfigError("rl4llm check runs in one process. Start it without torchrun or a launcher.")
         self.config = config
-        self.free = free
         self.algorithm: BaseAlgorithm = self.setup.algorithm
         self.shared = Provided({"sandbox": lambda: build_sandbox(config)})
         self.tokenizer: Any = None
@@ -127,25 +110,10 @@ class Bench:
     def build(self) -> AnyTrainer:
         """Build the trainer like `rl4llm train`, with its files outside the run's directory."""
         check_choices(self.config, Given(), self.algorithm.needs())
-        config = self.scratch
-        silent = replace(config.output, console="quiet")
-        plain = replace(config, output=silent, backend={"name": "torch"})
-        if self.config.backend != plain.backend:
-            self._demand_room(plain)
-        self.trainer = trainer = build_trainer(plain)
-        self._stack.enter_context(trainer)
+        silent = replace(self.scratch.output, console="quiet")
+        trainer = build_trainer(replace(self.scratch, output=silent, backend={"name": "torch"}))
+        self.trainer = self._stack.enter_context(trainer)
         return trainer
-
-    def _demand_room(self, plain: Config) -> None:
-        """Raise ConfigError if plain torch needs more memory than there is, where the run's backend may need less."""
-        plan = make_plan(plain)
-        if plan.peak.total > plan.room:
-            needed, room = size_text(plan.peak.total), size_text(plan.room)
-            raise ConfigError(
-                f"backend={self.config.backend} is replaced by plain torch in one process here, which needs {needed} in the "
-                f"phase {plan.peak.name}, but {room} of this device are available. Next: use a smaller model or a larger "
-                "device. `rl4llm plan` without --time and `rl4llm train` keep the backend."
-            )
 
     def close(self) -> None:
         """Close engines, environments and the sandbox, and remove the scratch directory."""

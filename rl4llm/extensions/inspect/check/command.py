@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--task",
         action="store_true",
-        help="instead sample the model: success, format, truncation, groups with a gradient, time, what to change; exit "
+        help="instead sample the model: success, format, truncation, groups with a gradient, what to change; exit "
         "code 1 when no group has a gradient",
     )
     command.add_argument(

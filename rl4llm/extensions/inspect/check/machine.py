@@ -1,12 +1,9 @@
-"""Checks of the machine around a run: whether servers and hosts respond, and whether the disk has enough space."""
+"""Checks of the machine around a run: whether servers accept connections, and whether the disk has enough space."""
 
 from __future__ import annotations
 
-import http.client
-import os
+import shutil
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,65 +17,41 @@ from rl4llm.core.tables import BACKENDS
 from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded
 from rl4llm.extensions.inspect.plan.shape import read_shape, read_tower, with_tower
 from rl4llm.extensions.inspect.plan.show import size_text
-from rl4llm.runtime.ports import describe, holder, is_loopback
 
 WAIT_S = 5.0
 
 
 def servers(bench: Bench) -> str:
-    """Check that every configured server and host responds, and that no other process uses its port on this machine."""
-    config = bench.config
-    engines = [*server_urls(config), *filter(None, [config.inference.get("router")])] if bench.samples else []
-    hosts = list(_hosts(config)) if bench.samples else []
-    if not engines and not hosts:
-        raise NotNeeded("the engine runs in this process, and no part names a server")
-    for url in engines:
-        _check_engine(url)
-    for address in hosts:
-        check_connects(address)
-    return f"{', '.join([*engines, *hosts])} {'answers' if len(engines) + len(hosts) == 1 else 'answer'}"
-
-
-def _check_engine(url: str) -> None:
-    """Raise EngineError unless ``GET /health`` returns 200, as on servers of SGLang, vLLM and their routers."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{url.rstrip('/')}/health", timeout=WAIT_S) as answer:
-            status = str(answer.status)
-    except urllib.error.HTTPError as error:
-        status = str(error.code)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        status = f"no response ({getattr(error, 'reason', error)})"
-    if status == "200":
-        return
-    pid = holder(urlsplit(url).port or 0) if is_loopback(urlsplit(url).hostname or "") else None
-    if pid is not None:
-        raise EngineError(
-            f"{url}/health: {status}. The port is in use by {describe(pid)}, which is not a healthy inference server. "
-            "Next: stop it, wait until it is ready, or set inference.url to another port."
-        )
-    raise EngineError(
-        f"{url}/health: {status}. Next: start the server (`rl4llm serve`), or set inference.url to its address."
-    )
-
-
-def _hosts(config: Config) -> list[str]:
-    """Return the host:port of remote environments and judges."""
-    found = []
+    """Check that every configured server, host and judge accepts connections."""
+    config, addresses = bench.config, []
     for part in by_part(config).values():
-        remote = part.env.get("remote") or ()
-        found += [remote] if isinstance(remote, str) else list(remote)
         opponents = part.env.get("opponents")
         asked = [*(part.rewards or ()), *(opponents.values() if isinstance(opponents, Mapping) else ())]
-        urls = [urlsplit(item["url"]) for item in asked if isinstance(item, Mapping) and item.get("url")]
-        found += [f"{url.hostname}:{url.port or (443 if url.scheme == 'https' else 80)}" for url in urls]
-    return sorted(set(found))
+        judges = [item["url"] for item in asked if isinstance(item, Mapping) and item.get("url")]
+        addresses += [*_remote(part), *map(_address, judges)]
+    engines = filter(None, [*server_urls(config), config.inference.get("router")])
+    addresses = sorted({*map(_address, engines), *addresses}) if bench.samples else []
+    if not addresses:
+        raise NotNeeded("the engine runs in this process, and no part names a server")
+    for address in addresses:
+        check_connects(address)
+    return f"{', '.join(addresses)} accept{'s' if len(addresses) == 1 else ''} connections"
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
+def _remote(config: Config) -> list[str]:
+    """Return the hosts of a part's environment."""
+    remote = config.env.get("remote") or ()
+    return [remote] if isinstance(remote, str) else list(remote)
 
 
 def check_remote(config: Config) -> None:
     """Raise EngineError unless the hosts of a part's environment respond, since playing would wait for them."""
-    remote = config.env.get("remote") or ()
-    for address in [remote] if isinstance(remote, str) else remote:
+    for address in _remote(config):
         check_connects(address)
 
 
@@ -89,29 +62,25 @@ def check_connects(address: str) -> None:
         socket.create_connection((host, int(port)), WAIT_S).close()
     except (OSError, ValueError) as error:
         raise EngineError(
-            f"Cannot connect to {address}: {error}. Next: start the server for this address."
+            f"Cannot connect to {address}: {error}. Next: start the server for this address, such as with `rl4llm serve`."
         ) from error
 
 
 def disk(bench: Bench) -> str:
-    """Check that the output directory is writable and its disk has enough space.
+    """Check that the disk of the output directory has enough space.
 
     Counted are the checkpoints that are kept plus one being written, the weight versions for servers, and the final
     model.
     """
     config = bench.config
     directory = existing(Path(config.output.dir))
-    if not os.access(directory, os.W_OK):
-        raise RunDirError(
-            f"{directory} is not writable. Next: set output.dir to a directory that you can write to."
-        )
-    needed, free = _needed(config, served=bool(bench.samples and server_urls(config))), bench.free(directory)
+    needed = _needed(config, served=bool(bench.samples and server_urls(config)))
+    free = shutil.disk_usage(directory).free
     what = f"{config.checkpoint.keep} checkpoints, one more while it is written, and the model"
     text = f"{size_text(needed)} needed for {what}; {size_text(free)} free"
     if needed > free:
         raise RunDirError(
-            f"{text} in {directory}. Next: set output.dir to a larger disk, or lower checkpoint.keep, which is "
-            f"{config.checkpoint.keep}."
+            f"{text} in {directory}. Next: set output.dir to a larger disk, or lower checkpoint.keep."
         )
     return text
 

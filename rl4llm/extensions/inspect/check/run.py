@@ -11,7 +11,7 @@ from typing import Literal
 from rl4llm.config import Config
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.extensions.inspect.check import laws, machine, parts
-from rl4llm.extensions.inspect.check.bench import Bench, FreeBytes, NotNeeded, free_bytes
+from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded
 
 IN_VAIN = "not run: "  # prefix of the text of a check whose needs did not pass
 Status = Literal["passed", "failed", "skipped"]
@@ -59,15 +59,13 @@ CHECKS = (
 """Cheap checks come first."""
 
 
-def check(
-    config: Config, tell: Callable[[Result], None] = lambda result: None, free: FreeBytes = free_bytes
-) -> list[Result]:
+def check(config: Config, tell: Callable[[Result], None] = lambda result: None) -> list[Result]:
     """Run every check on a configuration; `tell` receives each result when it is known.
 
     Raises ConfigError for a configuration that is not valid.
     """
     results: dict[str, Result] = {}
-    with closing(Bench(config, free)) as bench:
+    with closing(Bench(config)) as bench:
         for item in CHECKS:
             results[item.name] = _result(item, bench, results)
             tell(results[item.name])

@@ -16,7 +16,6 @@ from rl4llm.core.types import TRUNCATED, Group, Trajectory
 from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.inspect.check.bench import Bench
-from rl4llm.extensions.inspect.check.times import play, seconds, span, train
 from rl4llm.tracking.summary import QUOTED_CHARS, last_words, summarize, unread
 from rl4llm.trainers.rl import RLTrainer
 
@@ -30,8 +29,6 @@ class TaskReport:
     """What was measured: `metrics` as in a run's log, answers in a wrong format, times, and what to change.
 
     `quoted` are answers that no reward could read, or any if nothing teaches; `refused` are calls that got errors.
-    `sample_s`, `step_s` and `run_s` are estimates, in seconds, from the episodes that were played and one training pass over
-    them, as if the rewards of every group differed; groups whose rewards do not are often left out of training.
     `teaches` is whether any group has rewards that differ. Methods that compare them need such groups. `other_sizes` has the
     share of such groups that is expected with other group sizes.
     """
@@ -42,10 +39,6 @@ class TaskReport:
     no_answer: float
     quoted: Sequence[str]
     refused: Sequence[str]
-    sample_s: float
-    step_s: float
-    run_s: float
-    steps: int
     teaches: bool
     other_sizes: Mapping[int, float]
     advice: Sequence[str]
@@ -78,10 +71,6 @@ class TaskReport:
             yield from (f"  for example {text}" for text in self.refused)
         if found.get("failures"):
             yield f"failed        {found['failures']:.0f} episodes, which would be left out"
-        yield (
-            f"time          about {span(self.step_s)} a step, {span(self.sample_s)} of it to sample, and "
-            f"{span(self.run_s)} for {self.steps} steps on this machine, if every group has a gradient"
-        )
         yield from (f"change        {text}" for text in self.advice)
         if not self.advice:
             yield "change        nothing: this task can be trained as it is"
@@ -108,11 +97,17 @@ def examine(config: Config, prompts: int) -> TaskReport:
 
 def _examined(trainer: RLTrainer, config: Config, prompts: int) -> TaskReport:
     prompts = min(prompts, trainer.rollout.num_rows)
-    result, played_s = seconds(play, trainer, prompts)
+    needs = trainer.algorithm.needs()
+    result = trainer.rollout.play(
+        trainer.prompts.next_batch(prompts),
+        step=0,
+        sampling_params=trainer.sampling_params,
+        sampling=needs.sampling,
+        greedy_baseline=needs.greedy_baseline,
+    )
     groups = [group for group in result.groups if not group.frozen]
-    _, trained_s = seconds(train, trainer, groups)
-    scale = config.rollout.prompts / prompts
-    step_s = (played_s + trained_s) * scale
+    if not groups:
+        raise ConfigError(f"No episode of {len(result.failed)} ended: {result.failed[0].failure}")
     metrics = summarize(result.groups, result.failed)
     members = [one for group in groups for one in group.trajectories]
     without = [one for one in members if unread(one)]
@@ -125,10 +120,6 @@ def _examined(trainer: RLTrainer, config: Config, prompts: int) -> TaskReport:
         no_answer=no_answer,
         quoted=[last_words(one) for one in (without or ([] if teaches else members))[:QUOTED]],
         refused=_refused_calls(members),
-        sample_s=played_s * scale,
-        step_s=step_s,
-        run_s=step_s * config.max_steps,
-        steps=config.max_steps,
         teaches=teaches,
         other_sizes={
             size: would_teach(groups, size)
