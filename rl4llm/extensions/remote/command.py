@@ -47,15 +47,7 @@ def parser() -> argparse.ArgumentParser:
 def run(words: Sequence[str]) -> int:
     """Serve until Ctrl-C; `words` are those after ``rl4llm serve env``."""
     arguments = parser().parse_intermixed_args(words)
-    if not 0 <= arguments.port < 65536:
-        raise ConfigError(
-            f"--port {arguments.port} is not accepted. Accepted: 1 to 65535, or 0 for a free port."
-        )
-    names = [name.strip() for name in arguments.env.split(",") if name.strip()]
-    if not names:
-        raise ConfigError(
-            f"--env {arguments.env!r} does not name an environment. Accepted: names, such as tool,chat."
-        )
+    names = [name.strip() for name in arguments.env.split(",")]
     certificate = (
         (arguments.tls_cert, arguments.tls_key) if arguments.tls_cert and arguments.tls_key else None
     )

@@ -1,4 +1,4 @@
-"""An environment whose episodes are played on hosts, as the trainer sees it, and what stands there for its class."""
+"""An environment whose episodes are played on hosts, as the trainer sees it, and what replaces its class."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ LOST = "env/host_lost"
 class RemoteEnv(BaseMDPEnv):
     """The environment `name`, opened on hosts: they compute its replies and its rewards.
 
-    The tokens stay in the trainer. An episode whose host is lost continues on another, see `HostedEpisode`. An episode
-    that loses several hosts fails with the class ``env/host_lost``. Like all failed episodes it is retried, and left
-    out if it fails again. While no host is available, episodes wait. `opened` are the properties that the `hosts`
-    reported, whose connections are closed together with it.
+    The tokens stay in the trainer. An episode whose host is lost fails with the class ``env/host_lost``. Like all failed
+    episodes it is played once more from its seed, on any host, and left out if it fails again. While no host is
+    available, episodes wait. `opened` are the properties that the `hosts` reported, whose connections are closed
+    together with it.
     """
 
     def __init__(self, *args: Any, hosts: Hosts, opened: Any, name: str, **kwargs: Any):
@@ -59,7 +59,7 @@ class RemoteEnv(BaseMDPEnv):
         )
 
     def report_to(self, warn: Callable[[str], None]) -> None:
-        self._hosts.report_to(warn)
+        self._hosts.pool.warn = warn
 
     def close(self) -> None:
         """Disconnect from the hosts, and release the rewards."""
@@ -82,7 +82,7 @@ class RemoteEnv(BaseMDPEnv):
         return self._episodes.setdefault(id(sample), HostedEpisode(self._hosts, self._name))
 
     async def _asked(self, sample: SampleState, turn: Coroutine[Any, Any, T]) -> T | None:
-        """Return what a host answers; None if the sample failed because it lost several hosts."""
+        """Return what a host answers; None if the sample failed because it lost its host."""
         try:
             return await self._hosts.run(turn)
         except LostError as error:
@@ -111,7 +111,7 @@ class RemoteEnv(BaseMDPEnv):
 class RemoteRolesEnv(RemoteEnv, RolesEnv):
     """An environment of several roles on hosts: they decide whose turn it is and what the role reads before it.
 
-    All turns are taken here, also those of opponents. A host that takes over an episode gets their lines as they are.
+    All turns are taken here, also those of opponents.
     """
 
     def __init__(self, *args: Any, opened: Any, **kwargs: Any):

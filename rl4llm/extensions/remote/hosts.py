@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rl4llm import __version__
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.errors import ConfigError, EnvError, HostsDownError, RL4LLMError, unknown
+from rl4llm.core.errors import ConfigError, HostsDownError, RL4LLMError, unknown
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.remote import wire
 from rl4llm.extensions.remote.rpc import HostChannel, LostError, Talk
@@ -28,7 +28,7 @@ PROMPTS_TIMEOUT_S = 600.0
 GRACE_S = 30.0  # in addition to the host's deadlines
 AGAIN_AFTER_S = 0.5
 PATIENCE_S, WARN_EVERY_S = 1800.0, 10.0
-MOVES = 2
+ATTEMPTS = 3  # to begin an episode
 
 
 class Hosts:
@@ -65,10 +65,6 @@ class Hosts:
         Waits for hosts only while none is available. Raises ConfigError if one refuses.
         """
         return self._wait(self._open(wanted))
-
-    def report_to(self, warn: Callable[[str], None]) -> None:
-        """Set where warnings for the user go; before that they are logged."""
-        self.pool.warn = warn
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine of this event loop from another one."""
@@ -162,7 +158,7 @@ class Hosts:
     def lost(self, link: Link, error: LostError) -> None:
         """Give no more episodes to a host that did not respond; the environment is reopened there."""
         if link.up:
-            self.pool.leave(link, f"{error}; its {link.load} episodes continue elsewhere.")
+            self.pool.leave(link, f"{error}; its {link.load} episodes are played again.")
             link.hang_up()
         link.reason = str(error)
 
@@ -186,11 +182,6 @@ class Link(Endpoint):
     async def offer(self, name: str) -> Any:
         hello = wire.HelloRequest(protocol=wire.PROTOCOL, version=__version__)
         reply = await self.channel.ask("Hello", hello, CALL_TIMEOUT_S, "connecting")
-        if reply.protocol != wire.PROTOCOL:
-            raise ConfigError(
-                f"env host {self} uses protocol {reply.protocol} (rl4llm {reply.version}), but this trainer uses protocol "
-                f"{wire.PROTOCOL} (rl4llm {__version__}). Install the same version on both."
-            )
         offers = {offer.name: offer for offer in reply.offers}
         if name not in offers:
             offered = f"{unknown('env.name', name, offers)} A host offers the environments in its --env."
@@ -224,8 +215,8 @@ class Link(Endpoint):
 class HostedEpisode:
     """One episode on one host, which is chosen for the first message.
 
-    If that host is lost, the episode continues on another: its turns are replayed from the same seed, and the answers
-    must be the same. The policy's samples stay. After `MOVES` such moves the episode fails.
+    A first message goes to another host if that one is lost. Later ones raise LostError: the host knew the state of the
+    environment, so the episode fails, and the rollout plays it again from its seed.
     """
 
     def __init__(self, hosts: Hosts, name: str):
@@ -234,10 +225,9 @@ class HostedEpisode:
         self._talk: Talk | None = None
         self._opened: Any = None
         self._sent = wire.Sent()
-        self._told: list[tuple[Any, Any]] = []  # messages and their answers
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
-        """Return the environment's next messages. Raises LostError after losing several hosts."""
+        """Return the environment's next messages. Raises LostError after losing the host."""
         answer = await self._ask(wire.said(sample, self._sent), "answering a turn")
         return wire.take_answer(answer, sample)
 
@@ -262,40 +252,20 @@ class HostedEpisode:
             self._link.load -= 1
 
     async def _ask(self, said: Any, doing: str) -> Any:
-        for move in range(MOVES + 1):
+        for attempt in range(ATTEMPTS):
+            if self._talk is None:
+                self._link = await self._hosts.free()
+                self._link.load += 1
+                self._opened, self._talk = self._link.opened, self._link.channel.talk("Play")
             try:
-                answer = await self._exchange(await self._begun(), said, doing)
+                return await self._exchange(self._talk, said, f"{doing} of {self._name!r}")
             except LostError as error:
                 if self._link is not None and self._link.opened is self._opened:
                     self._hosts.lost(self._link, error)
                 await self.end()
-                if move == MOVES:
+                if attempt == ATTEMPTS - 1 or not said.HasField("begin"):
                     raise
-            else:
-                self._told.append((said, answer))
-                return answer
         raise AssertionError("unreachable")
-
-    async def _begun(self) -> Talk:
-        """Return the stream to a host that knows the episode so far.
-
-        Raises EnvError if a replayed turn gives a different answer than on the previous host.
-        """
-        if self._talk is not None:
-            return self._talk
-        self._link = await self._hosts.free()
-        self._link.load += 1
-        self._opened = self._link.opened
-        self._talk = talk = self._link.channel.talk("Play")
-        for turn, (said, answered) in enumerate(self._told, 1):
-            answer = await self._exchange(talk, said, "taking over an episode")
-            if wire.outcome(answer) != wire.outcome(answered):
-                where = f"env host {self._link}, while taking over an episode of {self._name!r}"
-                raise EnvError(
-                    f"{where}: replaying the episode on this host gave a different turn {turn}: the environment is not "
-                    "deterministic given its seed"
-                )
-        return talk
 
     async def _exchange(self, talk: Talk, said: Any, doing: str) -> Any:
         if said.HasField("begin"):
@@ -303,6 +273,5 @@ class HostedEpisode:
         # another batch may come first
         rewards_s = 2 * sum(reward.timeout_s for reward in self._opened.rewards)
         timeout_s = GRACE_S + (rewards_s if said.finished else self._opened.respond_timeout_s)
-        doing = f"{doing} of {self._name!r}"
         await talk.say(said, timeout_s, doing)
         return await talk.hear(timeout_s, doing)

@@ -89,7 +89,7 @@ class Server:
             if certificate is None:
                 self.port = self._server.add_insecure_port(where)
             else:
-                chain, key = _read("--tls-cert", certificate[0]), _read("--tls-key", certificate[1])
+                chain, key = (file.read_bytes() for file in certificate)
                 self.port = self._server.add_secure_port(where, grpc.ssl_server_credentials([(key, chain)]))
         except RuntimeError as error:
             raise ConfigError(
@@ -117,7 +117,7 @@ class HostChannel:
         if authority is None:
             self._channel = grpc.aio.insecure_channel(address, options=options)
         else:
-            credentials = grpc.ssl_channel_credentials(_read("env.remote_ca", authority))
+            credentials = grpc.ssl_channel_credentials(authority.read_bytes())
             self._channel = grpc.aio.secure_channel(address, credentials, options=options)
 
     @property
@@ -219,15 +219,6 @@ class Talk:
 
 def _message(described: Any) -> Any:
     return MESSAGES[described.full_name.removeprefix(f"{PACKAGE}.")]
-
-
-def _read(what: str, file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot read {what}={str(file)!r}: {error.strerror}. Accepted: a PEM file."
-        ) from None
 
 
 class _Guarded(grpc.GenericRpcHandler):

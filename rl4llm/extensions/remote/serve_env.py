@@ -25,7 +25,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.remote.host import EnvHost
 from rl4llm.extensions.remote.rpc import Server
 from rl4llm.extensions.remote.token import FILE_VARIABLE, VARIABLE, kept, new_token, read_token
-from rl4llm.runtime.ports import check_free, is_loopback
+from rl4llm.runtime.ports import is_loopback
 
 GRACE_S = 1.0  # for running calls
 LEAVE_S = 3.0  # to exit after a signal, even if an environment hangs
@@ -46,8 +46,6 @@ def serve_env(
             f"--host {host} without a token is not accepted: anyone who reaches the port could start programs. Next: set "
             f"{VARIABLE} or {FILE_VARIABLE} here and for the trainer, or use 127.0.0.1 and connect through `ssh -L`."
         )
-    if port:
-        check_free(host, port)
     env_host, made = (
         EnvHost(names, _sandbox(arguments.overrides), say),
         new_token() if with_token and not token else "",
@@ -71,10 +69,7 @@ def _sandbox(overrides: Sequence[str]) -> Callable[[], Any]:
         raise ConfigError(
             f"{wrong[0]!r} is not accepted. Accepted: keys of the section `sandbox`, such as sandbox.slots=4."
         )
-    config = load_config(overrides=["model.path=unused", *overrides])
-    if overrides:
-        build_sandbox(config).close()  # starts nothing, but refuses an invalid configuration
-    return partial(build_sandbox, config)
+    return partial(build_sandbox, load_config(overrides=["model.path=unused", *overrides]))
 
 
 async def _serve(server: Server, started: str) -> None:
@@ -85,12 +80,12 @@ async def _serve(server: Server, started: str) -> None:
     say(started)
     await stopping.wait()
     _leave_within(LEAVE_S)
-    say("Stopping; trainers continue their episodes on other hosts, or wait.")
+    say("Stopping; trainers play their episodes again on other hosts, or wait.")
     await server.stop(GRACE_S)
 
 
 def _leave_within(seconds: float) -> None:
-    """Exit the process after some seconds, even if an environment hangs; trainers keep the state of episodes."""
+    """Exit the process after some seconds, even if an environment hangs; trainers play its episodes again."""
     timer = threading.Timer(seconds, os._exit, (0,))
     timer.daemon = True
     timer.start()

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rl4llm.core.errors import ConfigError, RunDirError
+from rl4llm.core.errors import ConfigError
 from rl4llm.runs.run_dir import PRIVATE, write_atomically
 
 VARIABLE, FILE_VARIABLE = "RL4LLM_ENV_TOKEN", "RL4LLM_ENV_TOKEN_FILE"
@@ -26,10 +26,7 @@ def read_token(environ: Mapping[str, str]) -> str:
     where, token = VARIABLE, environ.get(VARIABLE, "")
     if environ.get(FILE_VARIABLE):
         where = f"{FILE_VARIABLE}={environ[FILE_VARIABLE]}"
-        try:
-            token = Path(environ[FILE_VARIABLE]).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}.") from None
+        token = Path(environ[FILE_VARIABLE]).read_text()
     token = token.strip()
     if where != VARIABLE and not token:
         raise ConfigError(f"{where} is empty. Next: write the token into the file.")
@@ -44,13 +41,8 @@ def read_token(environ: Mapping[str, str]) -> str:
 def kept(token: str, port: int) -> Iterator[Path]:
     """Store the token of a host that listens on a loopback port where `token_of_start` finds it."""
     file = _file(port)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomically(file, token + "\n", mode=PRIVATE)
-    except (OSError, RunDirError) as error:
-        raise ConfigError(
-            f"Cannot write the token file of this host: {error} Next: set {VARIABLE}."
-        ) from None
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_atomically(file, token + "\n", mode=PRIVATE)
     try:
         yield file
     finally:

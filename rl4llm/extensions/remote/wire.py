@@ -185,12 +185,6 @@ def take_scores(message: Any, seat: SampleState) -> dict[str, list[float] | Brok
     }
 
 
-def outcome(message: Any) -> Any:
-    """Return what must be the same in an answer when an episode is replayed; how long a call takes need not be."""
-    rewards = {role: dict(result.turn_rewards) for role, result in message.results.items()}
-    return _chat_messages(message.messages), message.role, rewards
-
-
 def row_json(row: Mapping[str, Any], where: str) -> str:
     """Return a row as JSON, with the pictures of its messages as data URIs. Raises DataError if that is not possible."""
     messages = row.get("messages")

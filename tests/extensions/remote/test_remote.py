@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from rl4llm.extensions.remote import wire
 from rl4llm.extensions.remote.env import LOST, HostedEnvironment
 from rl4llm.extensions.remote.host import EnvHost
 from rl4llm.extensions.remote.rpc import HostChannel, LostError
-from rl4llm.extensions.remote.serve_env import _leave_within
 from rl4llm.extensions.remote.token import kept, new_token, token_of_start
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import as_reward_function, weighted_sum
@@ -254,46 +252,6 @@ def test_opponent_of_a_hosted_role_plays_in_the_trainer(host, remote, play):
     assert heard
 
 
-def test_role_whose_host_is_lost_keeps_its_samples(remote, play, on_turn, restarted):
-    said = []
-
-    def rival(messages):
-        said.append(f"Line {len(said)}.")  # no replay would get the same from it
-        return said[-1]
-
-    env = remote([restarted], DUEL, rows("Fight.", "Fight again."), OF_ROLES, max_steps=3)
-    whole = play(env)
-    on_turn(8, restarted.restart)
-    on_turn(17, restarted.restart)
-    again = play(env)
-    assert restarted.times == 2
-    assert told(again) == told(whole)
-    on_turn(5, restarted.restart)
-    env = remote([restarted], DUEL, rows("Fight."), OF_ROLES, opponents={"con": rival}, max_steps=3)
-    against = play(env)
-    assert restarted.times == 3
-    assert not against.failed
-    found = [*whole.trajectories, *again.trajectories, *against.trajectories]
-    assert not any("played_again_after" in item.extras for item in found)
-
-
-def test_game_that_replays_another_role_is_retried(remote, play, on_turn, restarted, monkeypatch):
-    env = remote([restarted], DUEL, rows("Fight."), OF_ROLES, max_steps=3)
-    next_role = hosted_envs.Duel.next_role
-
-    def other(self, episode):
-        next_role(self, episode)
-        if not episode.said:
-            return self.roles[restarted.times % 2]
-        return None if len(episode.said) == 4 else "con" if episode.said[-1].role == "pro" else "pro"
-
-    monkeypatch.setattr(hosted_envs.Duel, "next_role", other)
-    on_turn(2, restarted.restart)
-    episodes = play(env, group_size=1).trajectories
-    assert {item.extras["played_again_after"] for item in episodes} == {"env/raised"}
-    assert {item.role: len(item.policy_spans) for item in episodes} == {"pro": 2, "con": 2}
-
-
 def test_message_of_an_unknown_role_is_refused():
     with pytest.raises(DataError, match=r"began an episode as the role ''\. Accepted: 'pro', 'con'"):
         wire.begun(wire.Said(), ("pro", "con"))
@@ -373,15 +331,19 @@ class Restarted:
             self.now = HostThread([HINTS, DUEL], self.now.server.port)
 
 
-def test_episode_with_a_lost_host_keeps_its_samples(remote, play, on_turn, restarted):
-    env = remote([restarted], HINTS, rows("Guess.", "Guess again."), SPECS, max_steps=3)
+def samples(result):
+    """The tokens and rewards of a rollout; log-probs of another batch may differ in their last bit."""
+    return [([span.token_ids for span in item.spans], item.reward) for item in result.trajectories]
+
+
+@pytest.mark.parametrize(("name", "specs"), [(HINTS, SPECS), (DUEL, OF_ROLES)])
+def test_episode_whose_host_is_lost_is_played_again(remote, play, on_turn, restarted, name, specs):
+    env = remote([restarted], name, rows("Guess.", "Guess again."), specs, max_steps=3)
     whole = play(env)
     on_turn(8, restarted.restart)
-    on_turn(15, restarted.restart)
     again = play(env)
-    assert restarted.times == 2
-    assert told(again) == told(whole)
-    assert not any("played_again_after" in item.extras for item in again.trajectories)
+    assert restarted.times == 1 and samples(again) == samples(whole)
+    assert {item.extras.get("played_again_after") for item in again.trajectories} >= {LOST}
 
 
 def test_host_that_drops_one_episode_is_reopened(remote, host):
@@ -402,24 +364,10 @@ def test_episode_that_loses_every_host_is_left_out(remote, play, on_turn, restar
     for number in range(2, 20):
         on_turn(number, restarted.restart)
     (failed,) = play(env, group_size=1, max_failed_share=1.0).failed
-    assert restarted.times > trainer_side.MOVES * 2
+    assert restarted.times > trainer_side.ATTEMPTS
     assert failed.failure_class == LOST
     assert f"env host {restarted.address}, while " in failed.failure
     assert f"of '{HINTS}'" in failed.failure
-
-
-def test_episode_that_replays_differently_is_retried(remote, play, on_turn, restarted, monkeypatch):
-    env = remote([restarted], HINTS, rows("Guess."), max_steps=3)
-    respond = hosted_envs.Hints.respond
-
-    def forgetful(self, sample):
-        return [ChatMessage("user", f"I was started {restarted.times} times.")]
-
-    monkeypatch.setattr(hosted_envs.Hints, "respond", lambda *args: respond(*args) and forgetful(*args))
-    on_turn(2, restarted.restart)
-    (episode,) = play(env, group_size=1).trajectories
-    assert episode.extras["played_again_after"] == "env/raised"
-    assert "I was started 0 times." not in [message.content for message in episode.messages]
 
 
 def test_episodes_wait_without_a_host_until_the_run_stops(remote, play, caplog):
@@ -460,7 +408,7 @@ def test_a_host_that_hangs_is_lost_when_its_time_is_over(remote, play, monkeypat
         on_turn(2, hang)
         again = play(env)
         hung.set()
-        assert told(again) == told(whole)
+        assert samples(again) == samples(whole)
 
 
 @pytest.mark.parametrize(("text", "failure_class", "message"), [
@@ -556,11 +504,6 @@ def test_a_program_is_repaired_on_a_host(remote, play):
 def test_environment_that_does_the_trainers_work_is_not_hosted(name, part):
     with pytest.raises(ConfigError, match=rf"cannot be hosted: {name}.{part} takes over"):
         HostThread([f"hosted_envs:{name}"])
-
-
-def test_a_row_that_no_message_can_hold_is_named(host, remote):
-    with pytest.raises(Exception, match="data: its first row cannot be sent to a host of environments"):
-        remote([host], "chat", [{**rows("Guess.")[0], "when": object()}])
 
 
 def test_another_protocol_is_refused_by_either_side(host, monkeypatch):
@@ -687,17 +630,6 @@ def test_certificate_encrypts_the_connection(remote, tmp_path):
         assert asyncio.run(hello(certificate)).protocol == wire.PROTOCOL
         with pytest.raises(LostError):
             asyncio.run(hello(None))
-        with pytest.raises(ConfigError, match=r"Cannot read env\.remote_ca='.*nothing.pem': No such file"):
-            asyncio.run(hello(tmp_path / "nothing.pem"))
-
-
-def test_a_host_leaves_in_time_whatever_hangs():
-    pid = os.fork()
-    if pid == 0:
-        _leave_within(0.1)
-        time.sleep(60)
-        os._exit(9)
-    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_garbage_is_answered_and_the_host_goes_on(host, remote, play):
