@@ -111,8 +111,9 @@ class Bench:
         """Build the trainer like `rl4llm train`, with its files outside the run's directory."""
         check_choices(self.config, Given(), self.algorithm.needs())
         silent = replace(self.scratch.output, console="quiet")
-        trainer = build_trainer(replace(self.scratch, output=silent, backend={"name": "torch"}))
-        self.trainer = self._stack.enter_context(trainer)
+        plain = replace(self.scratch, output=silent, backend={"name": "torch"})
+        self.trainer = trainer = build_trainer(plain)
+        self._stack.enter_context(trainer)
         return trainer
 
     def close(self) -> None:
