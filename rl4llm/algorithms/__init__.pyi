@@ -1,3 +1,4 @@
+from rl4llm.algorithms.bnpo import BNPO as BNPO
 from rl4llm.algorithms.cispo import CISPO as CISPO
 from rl4llm.algorithms.dapo import DAPO as DAPO
 from rl4llm.algorithms.distill import Distill as Distill

@@ -22,6 +22,7 @@ ALGORITHMS: Registry[type[BaseAlgorithm]] = Registry(
     "rl4llm.core.base_algorithm:BaseAlgorithm",
     group="rl4llm.algorithms",
     table={
+        "bnpo": "rl4llm.algorithms.bnpo:BNPO",
         "cispo": "rl4llm.algorithms.cispo:CISPO",
         "dapo": "rl4llm.algorithms.dapo:DAPO",
         "distill": "rl4llm.algorithms.distill:Distill",

@@ -423,7 +423,7 @@ PENALTY = {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "whiten": Fa
 HIGHER = {**TOKEN, "clip_low": 0.2, "clip_high": 0.28, "old_logprobs": "recomputed"}
 NARROW = {"clip_low": 0.05, "clip_high": 0.08}
 CLIPS_LIKE_PPO = (
-    "dapo", "dr_grpo", "explore_grpo", "gigpo", "grpo", "ppo", "reinforce_pp",
+    "bnpo", "dapo", "dr_grpo", "explore_grpo", "gigpo", "grpo", "ppo", "reinforce_pp",
     "reinforce_pp_baseline", "remax", "rloo", "vapo",
 )  # fmt: skip
 PLAIN = {
@@ -448,7 +448,9 @@ def _corrected(correction: str, low: float = 0.0, high: float = 2.0) -> Check:
 
 
 GROUP_MEANS = {
-    "adv.grpo": {name: {} for name in ("grpo", "dapo", "gspo", "gspo_token", "gmpo", "sapo", "cispo")},
+    "adv.grpo": {
+        name: {} for name in ("grpo", "bnpo", "dapo", "gspo", "gspo_token", "gmpo", "sapo", "cispo")
+    },
     "adv.dr_grpo": {"dr_grpo": {}, "grpo": {"scale_rewards": "none"}},
     "adv.rloo": {"rloo": {}},
 }
@@ -511,7 +513,7 @@ CHECKS: dict[str, Check] = {
     "loss.gspo_token_advantages": Check(loss, {"gspo_token": NARROW}),
     "loss.gspo_token_advantages_mean_gradient": Check(loss, {"gspo": NARROW}),
     "loss.gmpo": Check(loss, {"gmpo": {}}, {"key": "seq_advantage"}),
-    "agg.token_mean": Check(loss, {"dapo": {}}),
+    "agg.token_mean": Check(loss, {"dapo": {}, "bnpo": {"clip_high": 0.28}}),
     "agg.token_mean_micro_batched": Check(loss, {"dapo": {}}),
     "agg.seq_mean_token_mean": Check(loss, {"dapo": {"aggregation": "sequence"}}),
     "agg.seq_mean_token_sum_norm": Check(

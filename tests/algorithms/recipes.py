@@ -31,7 +31,7 @@ LONGER = {"max_steps": 20}
 RECIPES: dict[str, Recipe] = {
     **{
         name: Recipe(invariance=(*SHARED, TURNS))
-        for name in ("cispo", "dapo", "dr_grpo", "grpo", "gmpo", "gspo", "gspo_token", "rloo", "sapo")
+        for name in ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "gmpo", "gspo", "gspo_token", "rloo", "sapo")
     },
     "distill": Recipe(
         options={"teacher_path": teacher},
