@@ -30,6 +30,7 @@ from rl4llm.runtime.threads import in_own_thread
 BEGIN_TIMEOUT_S = 60.0  # to the first message of an episode
 IDLE_S = 2 * 3600.0  # maximum duration of a turn of the policy
 LONGEST_SCORE_S = 3600.0  # how long a trainer waits for a reward that has no time limit
+Scores = dict[str, list[float] | Broken]
 TRAINERS_PART = ("_run_interaction_loop", "_run_episodes", "_run_episode", "opening", "openings")
 TRAINERS_PART_OF_ROLES = ("_next", "_policys_line", "_opponents_line")
 
@@ -269,52 +270,44 @@ async def _next(messages: AsyncIterator[Any], timeout_s: float) -> Any:
 
 
 class Scoring:
-    """Calls each reward in one thread at a time, as in a trainer; episodes that end meanwhile are its next batch."""
+    """Calls the rewards in one thread at a time, as in a trainer; episodes that end meanwhile are the next batch."""
 
     def __init__(self, reward_functions: Sequence[BaseRewardFunction]):
-        self._queues = [_Queue(reward_function) for reward_function in reward_functions]
+        self._rewards = reward_functions
+        self._waiting: list[tuple[SampleState, asyncio.Future[Scores]]] = []
+        self._task: asyncio.Task[None] | None = None  # not a caller's, since an episode may be cancelled
 
-    async def score(self, sample: SampleState) -> dict[str, list[float] | Broken]:
+    async def score(self, sample: SampleState) -> Scores:
         """Return the score of each reward by name, up to the first that fails. Raises RewardError like `ask`."""
-        scores: dict[str, list[float] | Broken] = {}
-        for queue in self._queues:
-            scores[queue.reward_function.name] = value = await queue.score(sample)
-            if isinstance(value, Broken):
-                break
-        return scores
-
-
-class _Queue:
-    def __init__(self, reward_function: BaseRewardFunction):
-        self.reward_function = reward_function
-        self._waiting: list[tuple[SampleState, asyncio.Future[list[float] | Broken]]] = []
-        self._task: asyncio.Task[None] | None = None
-
-    async def score(self, sample: SampleState) -> list[float] | Broken:
-        score: asyncio.Future[list[float] | Broken] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sample, score))
+        scores: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sample, scores))
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._ask_all())
-        return await score
+            self._task = asyncio.create_task(self._score_all())
+        return await scores
 
-    async def _ask_all(self) -> None:
+    async def _score_all(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             samples = [sample for sample, _ in batch]
-            values: Sequence[list[float] | Broken | Exception]
+            results: Sequence[Scores | Exception]
             try:
-                values = await in_own_thread("rl4llm-env-score", partial(self._ask, samples))
+                results = await in_own_thread("rl4llm-env-score", partial(self._ask, samples))
             except Exception as error:  # noqa: BLE001 - every waiting caller raises it
-                values = [error] * len(batch)
-            for (_, score), value in zip(batch, values, strict=True):
-                if score.done():  # its episode was cancelled
+                results = [error] * len(batch)
+            for (_, scores), result in zip(batch, results, strict=True):
+                if scores.done():  # its episode was cancelled
                     continue
-                if isinstance(value, Exception):
-                    score.set_exception(value)
+                if isinstance(result, Exception):
+                    scores.set_exception(result)
                 else:
-                    score.set_result(value)
+                    scores.set_result(result)
 
-    def _ask(self, samples: Sequence[SampleState]) -> list[list[float] | Broken]:
-        return ask(
-            self.reward_function, samples, Patience(SLOW_AFTER_S, self.reward_function.score_timeout_s)
-        )
+    def _ask(self, samples: Sequence[SampleState]) -> list[Scores]:
+        scores: list[Scores] = [{} for _ in samples]
+        for reward in self._rewards:
+            whole = [number for number, row in enumerate(scores) if Broken not in map(type, row.values())]
+            patience = Patience(SLOW_AFTER_S, reward.score_timeout_s)
+            values = ask(reward, [samples[number] for number in whole], patience)
+            for number, value in zip(whole, values, strict=True):
+                scores[number][reward.name] = value
+        return scores
