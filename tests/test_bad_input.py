@@ -85,7 +85,6 @@ no number       | train small.yaml algorithm.clip_low=much         | algorithm.c
 no number       | train small.yaml env.max_steps=true              | env.max_steps=True is not accepted: a whole number
 no number       | train small.yaml seed=99999999999999999999       | seed=99999999999999999999 is not accepted
 no number       | train small.yaml threads=100000                  | threads=100000 is not accepted: a whole number, 0 to
-no number       | collect small.yaml --out x.jsonl --filter-reward nan | --filter-reward nan is not accepted
 no such recipe  | recipe run nowhere                               | recipe='nowhere' is unknown. Known:
 no number       | recipe run sums --seed -1                        | seed=-1 is not accepted
 no number       | recipe quickstart --dir quick --seed -1                 | seed=-1 is not accepted

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_json
 from rl4llm.commands.output import meanwhile, show, write_json
-from rl4llm.core.errors import ConfigError
 
 
 def add(commands: Any) -> None:
@@ -43,12 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.evaluate.episodes import check_target, write_episodes
     from rl4llm.extensions.evaluate.play import collect, load
 
-    if arguments.prompts < 1:
-        raise ConfigError(f"--prompts {arguments.prompts} is not accepted. Accepted: 1 or above.")
-    if not math.isfinite(arguments.filter_reward or 0.0):
-        raise ConfigError(
-            f"--filter-reward {arguments.filter_reward} is not accepted. Accepted: a finite number."
-        )
     check_target(arguments.out)
     episodes = collect(load(arguments.config, arguments.overrides), arguments.prompts)
     with closing(episodes), meanwhile():

@@ -268,8 +268,6 @@ def _read(file: Path) -> tuple[dict[str, Any], list[Problem]]:
         result = json.loads(file.read_text(encoding="utf-8"))
         rows = [{**row, "rewards": tuple(map(float, row["rewards"]))} for row in result["per_problem"]]
         return result, [Problem(**row) for row in rows]
-    except OSError as error:
-        raise DataError(f"--compare {file} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
         found = f"{type(error).__name__}: {error}"
         raise DataError(f"--compare {file} was not written by `rl4llm eval --out`: {found}.") from error

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from rl4llm.core.errors import ConfigError, RunDirError
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Trajectory
 from rl4llm.data.answers import empty_reply
 from rl4llm.data.demonstrations import as_row
@@ -17,17 +17,14 @@ FORMS = "a file that ends in .jsonl or .parquet, or a directory, which becomes o
 
 
 def check_target(target: Path) -> None:
-    """Raise ConfigError or RunDirError, before anything is sampled, if episodes cannot be written to `target`."""
+    """Raise ConfigError or OSError, before anything is sampled, if episodes cannot be written to `target`."""
     if target.suffix and target.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{target} is not accepted for episodes. Accepted: {FORMS}.")
     if target.exists():
         raise ConfigError(f"{target} exists. Next: remove it, or choose another path.")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _beside(target).touch()
-        _beside(target).unlink()
-    except OSError as error:
-        raise RunDirError(f"{target.parent}: {error.strerror}; episodes cannot be written there.") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _beside(target).touch()
+    _beside(target).unlink()
 
 
 def write_episodes(
@@ -53,8 +50,6 @@ def write_episodes(
                 f"None of {total} episodes has a reward of at least {min_reward} and no empty reply: nothing to write."
             )
         _finish(part, target)
-    except OSError as error:
-        raise RunDirError(f"{target} cannot be written: {error.strerror or error}.") from error
     finally:
         part.unlink(missing_ok=True)
     return kept, total

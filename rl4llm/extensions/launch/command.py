@@ -114,23 +114,15 @@ def _check_config(arguments: argparse.Namespace) -> None:
 
 def _ranks(arguments: argparse.Namespace) -> int:
     from rl4llm.config import load_config
-    from rl4llm.extensions.launch.local import check_ranks
     from rl4llm.extensions.launch.ranks import Nodes, launch
 
     config = load_config(arguments.config, arguments.overrides)
     nproc = config.launch.nproc if arguments.nproc is None else arguments.nproc
     nnodes, node_rank = 1 if arguments.nnodes is None else arguments.nnodes, arguments.node_rank or 0
     restarts = arguments.restarts or 0
-    if nproc < 1 or nnodes < 1 or restarts < 0:
-        raise ConfigError("--nproc and --nnodes must be 1 or more, --restarts 0 or more.")
     if nnodes > 1 and not arguments.rendezvous:
         raise ConfigError("--nnodes above 1 needs --rendezvous HOST:PORT, the same on every machine.")
-    if not 0 <= node_rank < nnodes:
-        raise ConfigError(
-            f"--node-rank {node_rank} is not accepted. Accepted: 0 to {nnodes - 1}, one per machine."
-        )
     _check_config(arguments)
-    check_ranks(config, nproc, os.environ)
     nodes = Nodes(nproc, nnodes, node_rank, arguments.rendezvous)
     return launch(
         arguments.config, arguments.overrides, nodes=nodes, restarts=restarts, force=arguments.force, say=say

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rl4llm.config import Config, load_config
+from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch.ranks import STOPPED
 from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, log_of, roles
@@ -101,11 +101,12 @@ def planned(
         wanted = [replace(role, gpus=0) if role.name == "trainer" else role for role in wanted]
     found = assigned(wanted)
     if gpus is not None:
-        asked = max((int(device) + 1 for place in found for device in place.devices), default=0)
-        launch = chosen.launch
-        servers = f", launch.servers={launch.servers}, launch.server_gpus={launch.server_gpus}"
-        what = f"The run (launch.nproc={launch.nproc}{servers if launch.servers else ''})"
-        check_gpus(asked, what, gpus, os.environ)
+        count = max((int(device) + 1 for place in found for device in place.devices), default=0)
+        if count > len(gpus):
+            raise ConfigError(
+                f"The run needs {count} GPU(s), but this machine has {len(gpus)} visible. Next: lower launch.nproc and "
+                "launch.servers, or run without GPUs (model.device=cpu launch.server_gpus=0)."
+            )
         found = [replace(one, devices=tuple(gpus[int(device)] for device in one.devices)) for one in found]
     return found, {hosts_variable(role.name): ",".join(_hosts(role)) for role in wanted}
 
@@ -125,23 +126,6 @@ def present(environ: Mapping[str, str]) -> list[str]:
     """Return the visible GPUs of this machine, as CUDA_VISIBLE_DEVICES names them for a process that gets some of them."""
     count, names = torch.cuda.device_count(), visible_gpus(environ)
     return [str(number) for number in range(count)] if names is None else names[:count]
-
-
-def check_gpus(asked: int, what: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if `what` asks for more GPUs than the visible ones, `names`."""
-    if asked > len(names):
-        visible = f" ({VISIBLE}={environ[VISIBLE]!r})" if VISIBLE in environ else ""
-        raise ConfigError(
-            f"{what} needs {asked} GPU(s), but this machine has {len(names)} visible{visible}. Next: lower these numbers, "
-            "make more GPUs visible, or run without GPUs (model.device=cpu launch.server_gpus=0)."
-        )
-
-
-def check_ranks(config: Config, nproc: int, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for more processes on this machine than GPUs. Where it has none, they train on the CPU."""
-    names = present(environ)
-    if config.model.device != "cpu" and names:
-        check_gpus(nproc, f"--nproc {nproc}, with one process per GPU,", names, environ)
 
 
 def _hosts(role: Role) -> list[str]:

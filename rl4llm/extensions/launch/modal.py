@@ -63,24 +63,19 @@ def check(job: ClusterJob) -> None:
 def _check_roles(job: ClusterJob) -> None:
     """Refuse roles that Modal cannot run: containers connect only over HTTPS, and one of them trains."""
     counts = {role.name: role.count for role in job.roles}
-    if counts["trainer"] > 1:
-        raise ConfigError(
-            f"launch.nodes={counts['trainer']} is not accepted with --on modal, where one container trains. "
-            "Next: set launch.nodes=1 and launch.nproc up to 8."
-        )
-    if "router" in counts:
-        raise ConfigError(
-            "launch.router=true is not accepted with --on modal. Next: remove it; requests are balanced without it."
-        )
-    if "env" in counts:
-        raise ConfigError(
-            f"launch.env_hosts={counts['env']} is not accepted with --on modal: containers cannot connect by gRPC. Next: "
-            "remove it, so that the trainer plays the episodes, or set env.remote to hosts outside Modal."
-        )
-    if any(role.gpus and not role.gpu for role in job.roles):
-        raise ConfigError(
-            "--on modal needs launch.gpu, such as H100, and launch.server_gpu if servers use another GPU."
-        )
+    refusals = {
+        f"launch.nodes={counts['trainer']} is not accepted with --on modal, where one container trains. Next: set "
+        "launch.nodes=1 and launch.nproc up to 8.": counts["trainer"] > 1,
+        "launch.router=true is not accepted with --on modal. Next: remove it; requests are balanced without it.":
+        "router" in counts,
+        f"launch.env_hosts={counts.get('env')} is not accepted with --on modal: containers cannot connect by gRPC. Next: "
+        "remove it, or set env.remote to hosts outside Modal.": "env" in counts,
+        "--on modal needs launch.gpu, such as H100, and launch.server_gpu if servers use another GPU.":
+        any(role.gpus and not role.gpu for role in job.roles),
+    }  # fmt: skip
+    for text, applies in refusals.items():
+        if applies:
+            raise ConfigError(text)
 
 
 def _check_files(config: dict[str, Any]) -> None:

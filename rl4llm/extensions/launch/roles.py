@@ -250,54 +250,32 @@ def _secrets(config: Config, role: str) -> tuple[str, ...]:
 
 
 def _check(config: Config, here: bool) -> None:
-    """Refuse roles that do not go together."""
-    launch, engine = config.launch, config.inference["name"]
-    if launch.servers and engine == "local":
-        raise ConfigError(
-            f"launch.servers={launch.servers} is not accepted with inference.name='local', which runs in the trainer's "
-            "process. Accepted: 0; or set inference.name=sglang."
-        )
-    if launch.servers and engine == "embedded" and (launch.server_gpus > 1 or config.inference.get("cohost")):
-        raise ConfigError(
-            "inference.name='embedded' with launch.servers is not accepted with launch.server_gpus above 1 or with "
-            "inference.cohost: its servers use one GPU, and keep their memory. Accepted: launch.server_gpus=1; or "
-            "inference.name=sglang."
-        )
-    if launch.router and (engine != "sglang" or not launch.servers):
-        raise ConfigError(
-            "launch.router=true is not accepted without SGLang servers to start. Set inference.name=sglang "
-            "and launch.servers."
-        )
-    if launch.router and config.inference.get("cohost"):
-        raise ConfigError(
-            "launch.router=true is not accepted with inference.cohost=true: a router checks the health of servers that "
-            "sleep, which makes them generate. Remove one of the two."
-        )
-    if launch.servers and launch.server_gpus and "tensor" in (config.sync.name, config.sync.fallback):
-        raise ConfigError(
-            "sync.name=tensor shares the memory of a GPU, but each process of a launch has separate GPUs. Accepted: "
-            "filesystem or distributed."
-        )
-    if here and launch.nodes > 1:
-        raise ConfigError(
-            f"launch.nodes={launch.nodes} is not accepted on a single machine. Accepted: 1; or --on slurm, ..."
-        )
+    """Refuse roles that do not go together, and on several machines what works on one alone."""
+    launch, engine, cohost = config.launch, config.inference["name"], config.inference.get("cohost")
+    served = bool(launch.servers)
+    refusals = {
+        f"launch.servers={launch.servers} is not accepted with inference.name='local', which runs in the trainer's process. "
+        "Accepted: 0; or set inference.name=sglang.": served and engine == "local",
+        "launch.server_gpus above 1 and inference.cohost are not accepted with inference.name='embedded', whose servers use "
+        "one GPU, and keep their memory.": served and engine == "embedded" and (launch.server_gpus > 1 or cohost),
+        "launch.router=true is not accepted without SGLang servers to start. Set inference.name=sglang and launch.servers.":
+        launch.router and (engine != "sglang" or not served),
+        "launch.router=true is not accepted with inference.cohost=true: a router checks the health of servers that sleep, "
+        "which makes them generate. Remove one of the two.": launch.router and cohost,
+        "sync.name=tensor shares the memory of a GPU, but each process of a launch has separate GPUs. Accepted: "
+        "filesystem or distributed.": served and launch.server_gpus and "tensor" in (config.sync.name, config.sync.fallback),
+        f"launch.nodes={launch.nodes} is not accepted on a single machine. Accepted: 1; or --on slurm, ...":
+        here and launch.nodes > 1,
+        "inference.name='vllm' with launch.servers is not accepted on other machines: a vLLM server checks no key, so it "
+        "only serves its machine. Accepted: inference.name=sglang; or --on local.": not here and served and engine == "vllm",
+        "inference.cohost=true is not accepted on other machines: trainer and server share a GPU. Accepted: --on local.":
+        not here and served and cohost,
+    }  # fmt: skip
+    for text, applies in refusals.items():
+        if applies:
+            raise ConfigError(text)
     if not here:
-        _check_apart(config)
-
-
-def _check_apart(config: Config) -> None:
-    """Refuse settings that only work on one machine, and keys that would end up in files."""
-    if config.launch.servers and config.inference["name"] == "vllm":
-        raise ConfigError(
-            "inference.name='vllm' with launch.servers is not accepted on other machines: a vLLM server checks no key, so "
-            "it only serves its machine. Accepted: inference.name=sglang; or --on local."
-        )
-    if config.launch.servers and config.inference.get("cohost"):
-        raise ConfigError(
-            "inference.cohost=true is not accepted on other machines: trainer and server share a GPU. Accepted: --on local."
-        )
-    _refuse_secrets(config)
+        _refuse_secrets(config)
 
 
 def _refuse_secrets(config: Config) -> None:
