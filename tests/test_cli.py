@@ -459,17 +459,12 @@ def test_a_model_card_has_neither_secrets_nor_local_paths(tmp_path):
             "rewards": [judge],
         },
     }
-    config = load_config(overrides={"model.path": "m", "data.path": "arithmetic", "parts": parts})
+    own = {"algorithm": {"name": "distill", "teacher_path": str(tmp_path / "base")}}
+    config = load_config(overrides={"model.path": "m", "data.path": "arithmetic", "parts": parts} | own)
     card = model_card(config, 3).content
     for hidden in ("sesame", "10.1.2.3", str(tmp_path)):
         assert hidden not in card
-    for told in (
-        "on prompts.jsonl, arithmetic, by",
-        "path: prompts.jsonl",
-        "server.py",
-        "python agent.py --fast",
-    ):
-        assert told in card
+    assert "on prompts.jsonl, arithmetic, by" in card and "teacher_path: base" in card
 
 
 def test_an_exported_adapter_is_merged(model_dir, tmp_path):

@@ -13,13 +13,12 @@ from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from omegaconf import OmegaConf
 
 import rl4llm
 from rl4llm.backends.source_form import source_file
 from rl4llm.config import Config, as_written, by_part
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.redact import HIDDEN, redacted, redacted_text
+from rl4llm.core.redact import redacted, redacted_text
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.envs.tools import Functions, as_toolset
 from rl4llm.runs.run_dir import RunDir
@@ -105,8 +104,11 @@ def model_card(
             lines += _request(keys, (systems or {}).get(part, ()), written)
         lines += ["## Use\n", *_block("bash", SERVERS)]
     lines += _block("python", code)
-    settings = OmegaConf.to_yaml(_public(as_written(_without_places(config)))).strip()
-    lines += ["## Configuration\n", *_block("yaml", settings)]
+    settings = {
+        key: as_written(config)[key] for key in ("algorithm", "rollout", "training", "seed", "max_steps")
+    }
+    settings_text = DIRECTORY.sub("", yaml.safe_dump(settings, sort_keys=False)).strip()
+    lines += ["## Training\n", *_block("yaml", settings_text)]
     tags = ModelCardData(library_name="transformers", pipeline_tag=kind, tags=["rl4llm", name], **metadata)
     return ModelCard("\n".join(["---", tags.to_yaml(), "---", *lines]))
 
@@ -212,28 +214,3 @@ def _block(language: str, text: str) -> list[str]:
     longest = max(map(len, re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [f"{fence}{language}", text, f"{fence}\n"]
-
-
-def _without_places(config: Config) -> Config:
-    """Return the configuration without what is specific to this machine."""
-    data, held_out = config.data, config.eval
-    return replace(
-        config,
-        model=replace(config.model, path=shown_path(config.model.path)),
-        data=replace(data, path=data.path and shown_path(data.path)),
-        eval=replace(held_out, path=held_out.path and shown_path(held_out.path)),
-        sync=replace(config.sync, dir=None),
-        inference={"name": config.inference["name"]},
-        output=replace(config.output, dir=Path(config.output.dir).name),
-    )
-
-
-def _public(value: Any) -> Any:
-    """Remove from a configuration what else could give access: variables of programs, addresses, directories."""
-    if isinstance(value, Mapping):
-        # addresses, a program's variables
-        hidden = ("remote", "url", "env") if "command" in value else ("remote", "url")
-        return {key: HIDDEN if key in hidden and item else _public(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_public(item) for item in value]
-    return DIRECTORY.sub("", value) if isinstance(value, str) else value

@@ -144,7 +144,7 @@ def _tried(step: Callable[[], None], before: str) -> str:
     """Return why a step failed, "" if it did not; print the reason unless it is the same as before."""
     try:
         step()
-    except RuntimeError as error:
+    except (RuntimeError, modal.exception.Error) as error:
         if str(error) != before:
             say(f"The volume is not ready, retrying: {error}")
         return str(error)
@@ -314,24 +314,10 @@ def _python() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-class Disk:
-    """The volume in this container.
+def _volume() -> modal.Volume:
+    """Return the volume in this container.
 
-    `commit` makes local writes visible to others, and `reload` the commits of others here. Both raise RuntimeError if they
-    can be retried later: while a file is open, and if Modal does not respond.
+    `commit` makes local writes visible to others, and `reload` the commits of others here. Both fail while a file is open,
+    and if Modal does not respond, and can be retried later.
     """
-
-    def __init__(self, name: str):
-        self._volume = modal.Volume.from_name(name)
-
-    @_raised_as(RuntimeError)
-    def commit(self) -> None:
-        self._volume.commit()
-
-    @_raised_as(RuntimeError)
-    def reload(self) -> None:
-        self._volume.reload()
-
-
-def _volume() -> Disk:
-    return Disk(os.environ[VOLUME])
+    return modal.Volume.from_name(os.environ[VOLUME])
