@@ -165,18 +165,6 @@ def test_what_cannot_be_is_refused_before_anything_starts(given, said):
         verifiers_prompts(**{"split": "train", "limit": 2, "task": TASK, "python": sys.executable, **given})
 
 
-@pytest.mark.parametrize(("split", "way"), [
-    ("test", "Next: eval.every=0 trains without"),
-    ("train", "Next: data.split=test with eval.every=0 trains on"),
-])  # fmt: skip
-def test_a_set_of_few_tasks_names_the_way_out(tmp_path, split, way):
-    no_tasks = tmp_path / "python"  # an interpreter that lists no task of this split
-    no_tasks.write_text("#!/bin/sh\ncat > /dev/null\necho '[]'\n")
-    no_tasks.chmod(0o755)
-    with pytest.raises(ConfigError, match=f"no task for the split '{split}'.*{way}"):
-        verifiers_prompts(split, task=TASK, python=str(no_tasks))
-
-
 def test_a_configuration_trains_on_tasks_of_verifiers(model_dir, tmp_path, python):
     small = SmallRun.at(tmp_path, model_dir)
     env = [

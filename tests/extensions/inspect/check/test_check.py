@@ -15,7 +15,6 @@ from broken_parts import REWRITES_HISTORY, Lies, Talks, misspelled
 from forked_python import python
 
 from rl4llm.backends.lora import LoraAdapter
-from rl4llm.cli import main
 from rl4llm.config import load_config
 from rl4llm.core.errors import EnvError
 from rl4llm.core.types import TokenSpan
@@ -261,16 +260,3 @@ def test_check_prints_a_line_per_check_or_json(model_dir, tmp_path):
     told = json.loads(done.stdout)
     assert told["passed"] and [item["name"] for item in told["checks"]] == list(NAMED)
     assert not (tmp_path / "run").exists()
-
-
-def test_bad_input_is_one_clear_line(small, tmp_path, capsys):
-    file = tmp_path / "small.yaml"
-    file.write_text("model: {path: /nowhere/model}\ndata: {path: arithmetic}\n")
-    assert main(["check", str(tmp_path / "smal.yaml")]) == 2
-    assert "Did you mean" in capsys.readouterr().err
-    assert main(["check", str(file), "training.rl=1"]) == 2
-    assert "training.lr" in capsys.readouterr().err
-    assert main(["check", str(file), "data.path=/nowhere"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(CHECKS) + 1 and "checks failed" in lines[-1]
-    assert any("failed" in line and "/nowhere/model" in line for line in lines)
