@@ -48,6 +48,7 @@ ALGORITHMS = _of(
     "algorithms",
     "tests/algorithms",
     ("surrogate_pessimism", "functional.py", "-unclipped_BT.minimum(clipped_BT)", "-clipped_BT", GOLDEN),
+    ("mean_of_bnpo", "bnpo.py", 'aggregation: str = "token"', 'aggregation: str = "sequence"', GOLDEN),
     ("clip_bounds", "functional.py", "ratio_BT.clamp(1 - low, 1 + high)", "ratio_BT.clamp(1 - high, 1 + low)", GOLDEN),
     ("group_deviation", "functional.py", "std(correction=1)", "std(correction=0)", GOLDEN),
     ("leave_one_out", "functional.py", "(size / max(size - 1, 1))", "1.0", GOLDEN),
@@ -235,6 +236,12 @@ RUNTIME = _of(
     ("host_of_a_website", "rebinding.py", "        raise web.HTTPForbidden(", "        web.HTTPForbidden(",
      "servers/test_embedded.py::test_websites_cannot_send_requests"),
     ("team_of_a_waiting_thread", "runner.py", "                end_openmp_threads()\n", "", f"../runtime/{TEAM}"),
+    ("sharding_of_accelerate", "ranks.py", "if (sharded or precise) and", "if False and",
+     "../test_launchers.py::test_what_accelerate_asks_for_in_vain_is_logged"),
+    ("last_commit", "../extensions/launch/modal_app.py", "        _tried(step, reason)\n", "        pass\n",
+     "launch/test_modal.py::test_modal_trainer_saves_before_the_last_commit"),
+    ("directories_in_a_card", "../extensions/export/card.py", 'DIRECTORY.sub("", yaml', 'str(yaml',
+     "../test_cli.py::test_a_model_card_has_neither_secrets_nor_local_paths"),
     ("team_of_finished_work", "threads.py", "    finally:\n        end_openmp_threads()\n", "", f"../runtime/{TEAM}"),
 )  # fmt: skip
 SERVERS = _of(
@@ -265,6 +272,8 @@ REMOTE = _of(
     "tests/extensions/remote",
     ("message_that_grew", "wire.py", "        del seat.messages[len(seat.messages) - new.replaced :]\n", "",
      "test_remote.py::test_game_of_roles_on_a_host_equals_the_local_one"),
+    ("lost_host", "hosts.py", "                    self._hosts.lost(self._link, error)\n", "                    pass\n",
+     "test_remote.py::test_a_host_that_hangs_is_lost_when_its_time_is_over"),
 )  # fmt: skip
 
 ADAPTERS = _of(
