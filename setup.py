@@ -130,6 +130,7 @@ setup(
         "omegaconf>=2.4,<3",
         "pyyaml>=6,<7",
         "rich>=13,<16",
+        "pebble>=5.2,<6",  # ends verifiers that hang
         "uniplot>=0.23,<1",  # curves of `rl4llm view --terminal`
         "argcomplete>=3,<4",
         "tensorboard>=2.17,<3",

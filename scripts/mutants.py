@@ -41,6 +41,7 @@ OFF_POLICY = "test_off_policy.py::test"
 NO_PASS = "test_invariance.py::test_old_log_probs_of_a_first_update_need_no_pass"
 TEMPERATURE = "test_training.py::test_log_probs_use_the_temperature_of_the_samples"
 SERVED = "test_server.py::test_"
+POOL = "test_verifier_pool.py::test"
 STALE = "test_staleness.py::test_publishing_does_not_wait_for_episodes"
 REPEATABLE = "test_staleness.py::test_a_repeatable_run_plays_nothing_across_a_checkpoint"
 
@@ -296,6 +297,14 @@ REWARDS = _of(
      "test_score.py::test_a_sample_that_one_reward_failed_counts_for_no_reward"),
     ("equal_items_of_a_list", "compare.py", "left.pop(verdicts.index(True))", "verdicts.index(True)",
      "test_compare.py::test_different_numbers_and_words_are_different"),
+    ("worker_killed_from_outside", "pool.py", '{"died": 1,', '{"died": 0,',
+     f"{POOL}_a_process_killed_from_outside_costs_no_result"),
+    ("time_without_a_processor", "pool.py", "(time.monotonic() - _queued_s() - start)", "(time.monotonic() - start)",
+     f"{POOL}_a_task_kept_from_running_gets_more_time"),
+    ("memory_of_earlier_tasks", "pool.py", "    if _address_space() > full:\n        os._exit(_FULL)\n", "",
+     f"{POOL}_a_task_gets_the_memory_of_the_limit_and_no_more"),
+    ("workers_of_a_killed_trainer", "pool.py", "    while os.getppid() == parent:", "    while True:",
+     f"{POOL}_no_process_outlives_its_parent"),
 )  # fmt: skip
 
 RESUMED = "test_identity.py::test_a_resumed_run_refuses_other_contents"

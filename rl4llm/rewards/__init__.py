@@ -1,6 +1,6 @@
 """Rewards: what an episode was worth. Each is imported on first use.
 
-`_worker.py` and `_verify_math.py` run by path in separate processes; no module imports them.
+`_verify_math.py` runs by path in separate processes; no module imports it.
 """
 
 from rl4llm.core.registry import lazy

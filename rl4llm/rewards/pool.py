@@ -1,36 +1,57 @@
 """Worker processes for verifiers that may hang, crash or eat memory on what a model wrote.
 
-Parsers and computer algebra never see a model's text in the trainer's process. They run in a few preloaded workers, one
-task at a time each; the parent owns the time limit, kills what exceeds it, and takes another worker. What comes back
-tells whose fault it was: `Timeout` and `Crash` are the text's, `Unavailable` is the machine's. A worker that is kept from
-running, because other processes take the processors, gets more time: a busy machine is not the text's fault either.
+Parsers and computer algebra never see a model's text in the trainer's process. A server process imports the verifier once
+and forks workers, which pebble supervises. Trainer and server exchange lines of JSON, so the trainer unpickles nothing.
+What comes back tells whose fault it was: `Timeout` and `Crash` are the text's, `Unavailable` is the machine's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib.util
 import json
 import os
+import resource
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
-from multiprocessing.connection import wait
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
+from pebble import ProcessExpired, ProcessPool
+
 from rl4llm.core.errors import RL4LLMError
+from rl4llm.core.redact import short_environment
 from rl4llm.core.schema import Count, Positive, checked
-from rl4llm.rewards.fork_server import MAX_MESSAGE_BYTES, ForkServer, WorkerProcess
 
 START_ATTEMPTS = 3
-TASK_ATTEMPTS = 2
-USED_SHARE = 0.5  # of the time limit: a task that used less processor time was slowed down by the machine
-PATIENCE = 5 / 3  # time limits that a task may take on a busy machine: 2.5 s where the limit is 1.5 s
-MAX_REMEMBERED = 100_000
+RETRIES = {"died": 1, "full": 20}
+PATIENCE = 4  # time limits that a task may take on a busy machine: 6 s where the limit is 1.5 s
+SILENCE_S = 15.0  # beyond the longest task: a server that sends nothing for so long hangs
+MAX_BYTES = 64 * 1024
+MAX_REMEMBERED = 10_000
+MAX_TASKS = 2000  # of one worker
+_FULL = 77  # exit code of a worker whose memory is too full for one more task
+_START = f"import json, sys; sys.path[:] = json.loads(sys.argv[1])[0]; from {__name__} import serve; serve()"
+# Results must not depend on the order in which a worker happens to iterate a set of strings.
+_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 class RewardFailure(RL4LLMError):
@@ -56,42 +77,11 @@ class Unavailable(Fault):
     """No worker could be started, or it was not let run: nobody's text is to blame."""
 
 
-@dataclass(slots=True)
-class _Tasks:
-    """The tasks of one `map`: which still wait, how often each was tried, what came of each.
-
-    `started` has the time of the first attempt at each, `used_s` the processor time of attempts that failed.
-    """
-
-    arguments: list[bytes]
-    outcomes: dict[int, Any] = field(default_factory=dict)
-    attempts: Counter[int] = field(default_factory=Counter)
-    waiting: deque[int] = field(default_factory=deque)
-    started: dict[int, float] = field(default_factory=dict)
-    used_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-
-    def __post_init__(self) -> None:
-        for index in range(len(self.arguments)):
-            size = len(self.message(index))
-            if size > MAX_MESSAGE_BYTES:
-                self.outcomes[index] = Crash(f"the task has {size} bytes, accepted are {MAX_MESSAGE_BYTES}")
-            else:
-                self.waiting.append(index)
-
-    @property
-    def open(self) -> bool:
-        return len(self.outcomes) < len(self.arguments)
-
-    def message(self, index: int) -> bytes:
-        return b'{"id": %d, "arguments": %b}\n' % (index, self.arguments[index])
-
-    def key(self, index: int) -> bytes:
-        """Return a short name of what is asked, the same in every job."""
-        return blake2b(self.arguments[index], digest_size=16).digest()
+_FAULTS = {"timeout": Timeout, "crash": Crash, "died": Crash, "full": Unavailable, "unavailable": Unavailable}
 
 
 class VerifierPool:
-    """Preloaded worker processes that run one function.
+    """Worker processes that run one function.
 
         >>> pool = VerifierPool("operator:add")
         >>> pool.map([[1, 2], ["a", 3]])
@@ -101,17 +91,15 @@ class VerifierPool:
         entry: the function, as ``package.module:function`` or ``/path/to/file.py:function``. It takes and returns JSON
             values. A file by path is imported without its package, which keeps the workers light.
         workers: processes, each with one task at a time.
-        timeout_s: time limit of one task, both attempts together. The worker is killed then, and another takes its place.
-            One that has used less than half of it as processor time, while it wanted to run, gets up to 5/3 of the limit.
+        timeout_s: time limit of one attempt; then the worker is killed. Time in which it waits for a processor does not
+            count; a task that needs more than four times the limit with that time is `Unavailable`.
         memory_bytes: address space of one worker; allocating more raises MemoryError inside it.
         start_timeout_s: how long the import of what the function needs may take.
         warm_up: argument lists that are run once before any worker starts, so that its first task is not slow.
 
-    One process imports the function at the first use and forks the workers; one more is kept in reserve for the place of
-    a worker that is killed. `map` may be called from any thread and inside an event loop; it blocks. A worker that dies on
-    a task is replaced and the task tried once more, so that a process killed from outside costs nothing. A task that took
-    too long is not tried again for as long as the pool lives: its `Timeout` is remembered. All processes end with their
-    parent, whatever ends it. `counts` has totals: tasks, timeout, remembered, crash, unavailable, started.
+    `map` may be called from any thread and inside an event loop; it blocks. A task whose worker dies is tried once more, so
+    that a process killed from outside costs nothing. A `Timeout` is remembered and not computed again. All processes end
+    with their parent, whatever ends it. `counts` has totals: tasks, timeout, remembered, crash, unavailable, started.
     """
 
     @checked("VerifierPool")
@@ -125,239 +113,261 @@ class VerifierPool:
         start_timeout_s: Positive = 60.0,
         warm_up: Sequence[Sequence[Any]] = (),
     ):
-        self.entry = entry
-        self.workers = workers
         self.timeout_s = timeout_s
-        self.memory_bytes = memory_bytes
         self.start_timeout_s = start_timeout_s
-        self.warm_up_arguments = [list(arguments) for arguments in warm_up]
         self.counts: Counter[str] = Counter()
-        self._timeouts: dict[bytes, Timeout] = {}
-        self._reset()
+        self._settings = [entry, workers, memory_bytes, warm_up]
+        self._timeouts: dict[str, Timeout] = {}
+        self._server = _Server()
+        weakref.finalize(self, self._server.close)
 
     def map(self, tasks: Sequence[Sequence[Any]]) -> list[Any | Timeout | Crash | Unavailable]:
         """Return the function's result or the fault for each argument list, in order."""
-        job = _Tasks([json.dumps(list(task)).encode() for task in tasks])
+        texts = [json.dumps(list(task)) for task in tasks]
         with self._exclusive():
-            self._remember(job)
-            try:
-                while job.open:
-                    self._staff(job)
-                    self._hand_out(job)
-                    self._collect(job)
-            finally:  # an interrupt must not leave answers to this job for the next one to read
-                self._stop([worker for worker in self._crew if worker.task is not None])
-            self._staff(job, self._strength)  # replacements get ready while no caller waits
-            self.counts["tasks"] += len(job.outcomes)
-            faults = (outcome for outcome in job.outcomes.values() if isinstance(outcome, Fault))
+            known, outcomes = self._timeouts, dict[int, Any]()
+            waiting = {index: text for index, text in enumerate(texts) if text not in known}
+            for index, text in list(waiting.items()):
+                if len(text) > MAX_BYTES:
+                    outcomes[index] = Crash(
+                        f"the task has {len(waiting.pop(index))} bytes, accepted are {MAX_BYTES}"
+                    )
+            if waiting:
+                self._run(waiting, outcomes)
+            self.counts["remembered"] += len(tasks) - len(outcomes)
+            known |= {texts[index]: fault for index, fault in outcomes.items() if isinstance(fault, Timeout)}
+            outcomes = {index: known[text] for index, text in enumerate(texts) if text in known} | outcomes
+            for text in list(known)[:-MAX_REMEMBERED]:
+                del known[text]
+            faults = [outcome for outcome in outcomes.values() if isinstance(outcome, Fault)]
             self.counts.update(type(fault).__name__.lower() for fault in faults)
-        return [job.outcomes[index] for index in range(len(tasks))]
+            self.counts["tasks"] += len(tasks)
+        return [outcomes[index] for index in range(len(tasks))]
 
     def warm_up(self) -> None:
-        """Start every worker and wait until each is ready; raises RewardFailure when none can be started."""
-        nothing = _Tasks([])
+        """Start the server and wait until it is ready; raises RewardFailure when it cannot be started."""
         with self._exclusive():
-            self._staff(nothing, self.workers)
-            while self._crew and not all(worker.pid for worker in self._crew):
-                self._collect(nothing)
-                self._staff(nothing, self.workers)
-            if not self._crew:
-                raise RewardFailure(self._why_none())
-
-    def pids(self) -> list[int]:
-        """Wait until all workers are ready and return their process ids, without that of the one in reserve."""
-        nothing = _Tasks([])
-        with self._exclusive():
-            while not all(worker.pid for worker in self._crew):
-                self._collect(nothing)
-            return [worker.pid for worker in self._crew if worker.pid]
+            if reason := self._run({}, {}):
+                raise RewardFailure(reason)
 
     def close(self) -> None:
-        """End all workers; a later use starts new ones."""
+        """End all processes; a later use starts new ones."""
         with self._exclusive():
-            self._strength = 0
-            self._dismiss_all(_Tasks([]))
-
-    def _reset(self) -> None:
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
-        settings = {
-            "entry": self.entry,
-            "longest_s": PATIENCE * self.timeout_s,
-            "memory_bytes": self.memory_bytes,
-            "max_bytes": MAX_MESSAGE_BYTES,
-            "warm_up": self.warm_up_arguments,
-        }
-        self._server = ForkServer(settings, self.start_timeout_s)
-        self._crew: list[WorkerProcess] = []
-        self._reserve: WorkerProcess | None = None
-        self._strength = 0
-        self._failed_starts = 0
-        self._start_error = ""
-        self._finalizer = weakref.finalize(self, _close, self._server, self._owner)
+            self._server.close()
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Admit one caller at a time. After a fork of the trainer, the child starts its own workers."""
-        if os.getpid() != self._owner:
-            self._finalizer.detach()
-            self._reset()
-        with self._lock:
-            self._failed_starts = 0
+        """Admit one caller at a time. After a fork of the trainer, the child starts another server."""
+        if self._server.owner != os.getpid():
+            self._server = _Server()
+            weakref.finalize(self, self._server.close)
+        with self._server.lock:
             yield
 
-    def _remember(self, job: _Tasks) -> None:
-        """Settle the tasks that took too long before."""
-        while len(self._timeouts) > MAX_REMEMBERED:
-            del self._timeouts[next(iter(self._timeouts))]
-        for index in list(job.waiting) if self._timeouts else ():
-            if timeout := self._timeouts.get(job.key(index)):
-                job.outcomes[index] = timeout
-                job.waiting.remove(index)
-                self.counts["remembered"] += 1
-
-    def _staff(self, job: _Tasks, least: int = 0) -> None:
-        """Replace workers that died while idle, and start as many as there is work for, or at least `least`."""
-        if self._server.died:
-            self._dismiss_all(job)
-        idle = [worker for worker in self._crew if worker.idle]
-        ended = wait([worker.channel for worker in idle], 0)
-        self._stop([worker for worker in idle if worker.channel in ended])
-        busy = sum(worker.task is not None for worker in self._crew)
-        wanted = min(self.workers, max(least, len(job.waiting)) + busy)
-        while len(self._crew) < wanted and self._failed_starts < START_ATTEMPTS:
+    def _run(self, waiting: dict[int, str], outcomes: dict[int, Any]) -> str:
+        """Move each task from `waiting` to `outcomes`; return why no server could be started, or an empty text."""
+        failures = 0
+        while True:
+            before = len(waiting)
             try:
-                worker, self._reserve = self._reserve or self._server.fork(), None
+                if self._server.process is None:
+                    self.counts["started"] += 1
+                    self._server.start(self._settings, self.start_timeout_s)
+                self._exchange(waiting, outcomes)
+                return ""
             except OSError as error:
-                self._failed_start(f"{type(error).__name__}: {error}")
-                continue
-            worker.deadline = time.monotonic() + self.start_timeout_s
-            self.counts["started"] += 1
-            self._crew.append(worker)
-        self._strength = max(self._strength, len(self._crew))
-        if self._crew and self._reserve is None:
-            with contextlib.suppress(OSError):  # the next attempt to start a worker tells why
-                self._reserve = self._server.fork()
+                self._server.close()
+                failures = 1 if len(waiting) < before else failures + 1
+                if failures == START_ATTEMPTS:
+                    reason = (
+                        f"no verifier process for {self._settings[0]!r} works in {START_ATTEMPTS} attempts: {error}. "
+                        f"Check that {sys.executable} can import it, and raise memory_bytes or start_timeout_s."
+                    )
+                    outcomes |= {index: Unavailable(reason) for index in waiting}
+                    return reason
+                time.sleep(0.05 * 2**failures)
+            except BaseException:  # an interrupt: no answer may be left for the next caller to read
+                self._server.close()
+                raise
 
-    def _failed_start(self, reason: str) -> None:
-        self._failed_starts += 1
-        self._start_error = reason
-        time.sleep(0.05 * 2**self._failed_starts)
+    def _exchange(self, waiting: dict[int, str], outcomes: dict[int, Any]) -> None:
+        """Send the tasks and receive what came of them; raises OSError when the server is gone or hangs."""
+        longest_s = PATIENCE * self.timeout_s
+        attempts = dict.fromkeys(waiting, 0)
+        queue = list(waiting)
+        while waiting:
+            for index in queue:
+                self._server.send(f"[{index}, {self.timeout_s}, {longest_s}, {waiting[index]}]\n")
+            index, kind, value = self._server.receive(longest_s + SILENCE_S)
+            attempts[index] += 1
+            queue = [index] if attempts[index] <= RETRIES.get(kind, 0) else []
+            if not queue:
+                outcomes[index] = _FAULTS[kind](value) if kind in _FAULTS else value
+                del waiting[index]
 
-    def _hand_out(self, job: _Tasks) -> None:
-        if not self._crew:
-            for index in job.waiting:
-                job.outcomes[index] = Unavailable(self._why_none())
-            job.waiting.clear()
-        for worker in [worker for worker in self._crew if worker.idle]:
-            if not job.waiting:
-                return
-            index = job.waiting.popleft()
-            job.attempts[index] += 1
-            started = job.started.setdefault(index, time.monotonic())
-            left_s = max(0.001, started + self.timeout_s - time.monotonic())
-            if not worker.send(index, job.message(index), left_s):
-                self._lost(worker, job)
-                return
 
-    def _collect(self, job: _Tasks) -> None:
-        """Wait for the next answer or deadline, and act on it."""
-        waited_for = [worker for worker in self._crew if not worker.idle]
-        if not waited_for:
-            return
-        patience = min(worker.deadline for worker in waited_for) - time.monotonic()
-        answered = wait([worker.channel for worker in waited_for], max(0.0, patience))
-        for worker in waited_for:
-            if worker in self._crew and worker.channel in answered:
-                self._read(worker, job)
-        now = time.monotonic()
-        for worker in waited_for:
-            if worker in self._crew and not worker.idle and worker.deadline <= now:
-                if worker.task is None:  # the process that forks hangs
-                    self._start_over(f"not ready after {self.start_timeout_s:g} s", job)
-                # It may have answered while this process was kept from running.
-                elif not wait([worker.channel], 0):
-                    self._out_of_time(worker, worker.task, job)
+class _Server:
+    """The process that forks workers, with the socket to it; `serve` is what it runs."""
 
-    def _read(self, worker: WorkerProcess, job: _Tasks) -> None:
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, settings: list[Any], timeout_s: float) -> None:
+        """Start the process and wait until it has loaded the verifier; raises OSError."""
+        path = [item for item in sys.path if isinstance(item, str)]  # Python ignores others, too
+        command = [sys.executable, "-P", "-c", _START, json.dumps([path, os.getpid(), *settings])]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._socket, its_socket = socket.socketpair()
+        self._lines = self._socket.makefile("rb")
+        with its_socket:
+            self.process = subprocess.Popen(
+                command,
+                stdin=its_socket.fileno(),
+                stdout=self._log,
+                stderr=self._log,
+                env=short_environment() | _ENVIRONMENT,
+                process_group=0,  # Ctrl-C in a terminal is the trainer's to handle, and `close` ends the whole group
+            )
+        self.receive(timeout_s)
+
+    def send(self, line: str) -> None:
+        self._socket.sendall(line.encode())
+
+    def receive(self, timeout_s: float) -> Any:
+        """Return the next message; raises OSError when none comes in that time, or ever."""
+        self._socket.settimeout(timeout_s)
         try:
-            reply = worker.receive()
-        except EOFError:
-            self._lost(worker, job)
+            line = self._lines.readline()
+        except TimeoutError:
+            raise TimeoutError(f"no answer in {timeout_s:g} s") from None
+        if not line.endswith(b"\n"):
+            self._log.seek(0)
+            printed = self._log.read()[-2000:].decode(errors="replace").strip().splitlines()
+            raise ConnectionError(printed[-1] if printed else "it was killed")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process and its workers, unless they belong to the trainer that this process is a fork of."""
+        if self.process is None or self.owner != os.getpid():
             return
-        if reply is None:
-            return
-        if worker.pid is None:
-            worker.pid = reply["ready"]
-            self._failed_starts = 0
-        elif worker.task is not None and reply.get("id") == worker.task:
-            job.outcomes[worker.task] = Crash(reply["error"]) if "error" in reply else reply.get("value")
-            worker.task = None
-            if reply.get("tired"):
-                self._stop([worker])
-
-    def _lost(self, worker: WorkerProcess, job: _Tasks) -> None:
-        """Handle the loss of a worker: before it was ready, the machine is at fault, on a task perhaps the task."""
-        index = worker.task
-        self._stop([worker])
-        words, used_s = self._server.ending(worker)
-        if index is None:
-            self._start_over(self._server.last_words(), job)
-        elif job.attempts[index] < TASK_ATTEMPTS:
-            job.waiting.appendleft(index)
-            job.used_s[index] += max(0.0, used_s - worker.used_s)
-            # What killed one may have killed all: the second attempt goes to a worker that is known to live.
-            self._stop([worker for worker in self._crew if worker.idle])
-            if self._reserve is not None:
-                self._server.end(self._reserve)
-                self._reserve = None
-        else:
-            job.outcomes[index] = Crash(f"the worker process died {TASK_ATTEMPTS} times, at last: {words}")
-
-    def _out_of_time(self, worker: WorkerProcess, index: int, job: _Tasks) -> None:
-        """Give a task more time when its worker was kept from running; else end it."""
-        lacks_s = worker.starved_of(USED_SHARE * self.timeout_s - job.used_s[index])
-        now, latest = time.monotonic(), job.started[index] + PATIENCE * self.timeout_s
-        if lacks_s and now < latest:
-            worker.deadline = min(latest, now + max(0.02, lacks_s))
-            return
-        if lacks_s:
-            took, used = now - job.started[index], USED_SHARE * self.timeout_s - lacks_s
-            reason = f"a verifier process got {used:.2f} s of processor time in {took:.1f} s. Run less on this machine."
-            job.outcomes[index] = Unavailable(reason)
-        else:
-            job.outcomes[index] = timeout = Timeout(f"took more than {self.timeout_s:g} s")
-            if job.attempts[index] == 1:  # else a process that was killed from outside may have cost the time
-                self._timeouts[job.key(index)] = timeout
-        self._stop([worker])
-
-    def _start_over(self, reason: str, job: _Tasks) -> None:
-        """End everything after a start that failed."""
-        self._dismiss_all(job)
-        self._failed_start(reason)
-
-    def _stop(self, workers: list[WorkerProcess]) -> None:
-        """End some of the workers."""
-        for worker in workers:
-            self._crew.remove(worker)
-            self._server.end(worker)
-
-    def _dismiss_all(self, job: _Tasks) -> None:
-        """End all processes; the tasks under way wait for others."""
-        job.waiting.extendleft(worker.task for worker in self._crew if worker.task is not None)
-        self._crew.clear()
-        self._reserve = None
-        self._server.close()
-
-    def _why_none(self) -> str:
-        return (
-            f"no verifier process for {self.entry!r} could be started in {START_ATTEMPTS} attempts "
-            f"(at last: {self._start_error or 'no reason known'}). Check that {sys.executable} can import it, and that "
-            f"memory_bytes={self.memory_bytes} and start_timeout_s={self.start_timeout_s:g} are enough for that."
-        )
+        with contextlib.suppress(OSError):  # they are gone
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for end in (self._lines, self._socket, self._log):
+            end.close()
+        self.process = None
 
 
-def _close(server: ForkServer, owner: int) -> None:
-    """End the processes of a pool that is forgotten, or of a process that exits; a fork must not end its parent's."""
-    if os.getpid() == owner:
-        server.close()
+def serve() -> None:
+    """Load the verifier and run tasks until the trainer is gone: the body of the server process."""
+    _, parent, entry, workers, memory_bytes, warm_up = json.loads(sys.argv[1])
+    threading.Thread(target=_end_with, args=[parent], daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses to limit the address space
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    channel = socket.socket(fileno=os.dup(0))
+    for arguments in warm_up:
+        _load(entry)(*arguments)
+    _load(entry)
+    gc.freeze()  # a collection in a worker would copy the pages that it shares
+    for descriptor in (0, 1, 2):  # what libraries printed so far tells the trainer why a start failed
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    full = (_address_space() + memory_bytes) // 2
+    pool = ProcessPool(workers, MAX_TASKS, _start_worker, [channel], get_context("fork"))
+    sending = threading.Lock()
+
+    def report(index: int, limit_s: float, future: Future[list[Any]]) -> None:
+        with sending:
+            channel.sendall(json.dumps([index, *_result(future, limit_s)]).encode() + b"\n")
+
+    channel.sendall(b"[]\n")
+    for line in channel.makefile("rb"):
+        index, limit_s, longest_s, arguments = json.loads(line)
+        future = pool.schedule(_work, [entry, arguments, limit_s, full], timeout=longest_s)
+        future.add_done_callback(partial(report, index, limit_s))
+    os.killpg(0, signal.SIGKILL)
+
+
+def _end_with(parent: int) -> None:
+    """End all processes once the trainer is gone, also when a fork of it keeps the other end of the socket open."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _result(future: Future[list[Any]], limit_s: float) -> list[Any]:
+    """Return the kind and the value of a task's result."""
+    try:
+        return future.result()
+    except TimeoutError:
+        return ["unavailable", "a verifier process was kept from running. Run less on this machine."]
+    except ProcessExpired as error:
+        if error.exitcode == -signal.SIGPROF:
+            return ["timeout", f"took more than {limit_s:g} s"]
+        ending = signal.Signals(-error.exitcode).name if error.exitcode < 0 else f"exit code {error.exitcode}"
+        return ["full" if error.exitcode == _FULL else "died", f"its process ended with {ending}"]
+    except BaseException:  # such as all workers were killed while they were idle: the trainer starts over
+        os.killpg(0, signal.SIGKILL)
+        raise
+
+
+@cache  # a worker inherits what the server loaded
+def _load(entry: str) -> Callable[..., Any]:
+    """Import the function behind ``package.module:function`` or ``/path/to/file.py:function``."""
+    module_name, _, attribute = entry.rpartition(":")
+    if not module_name.endswith(".py"):
+        return getattr(importlib.import_module(module_name), attribute)
+    spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
+    assert spec is not None and spec.loader is not None  # there is one for whatever ends in .py
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, attribute)
+
+
+def _start_worker(channel: socket.socket) -> None:
+    os.close(channel.detach())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait for the end of a C call
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+
+def _work(entry: str, arguments: list[Any], limit_s: float, full: int) -> list[Any]:
+    """Run one task in a worker; return the kind and the value of its result."""
+    if _address_space() > full:
+        os._exit(_FULL)
+    start = time.monotonic() - _queued_s()
+
+    def look(*_: Any) -> None:
+        left_s = limit_s - (time.monotonic() - _queued_s() - start)
+        signal.setitimer(signal.ITIMER_REAL, max(left_s, 0.01))
+        if left_s <= 0:
+            os.kill(os.getpid(), signal.SIGPROF)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_PROF, limit_s)  # its signal ends also a C call that holds the interpreter
+    try:
+        value = _load(entry)(*arguments)
+        if (size := len(json.dumps(value))) > MAX_BYTES // 2:
+            raise ValueError(f"the result has {size} bytes, accepted are {MAX_BYTES // 2}")
+    except BaseException as error:  # noqa: BLE001 - what the verifier makes of the model's text is a result, not a fault
+        return ["crash", f"{type(error).__name__}: {str(error)[:500]}"]
+    finally:
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+    return ["value", value]
+
+
+def _queued_s() -> float:
+    """Return for how long this process was ready to run and got no processor; 0 where Linux does not tell."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def _address_space() -> int:
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return 0
