@@ -22,8 +22,9 @@
 "${pip[@]}" install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 torchvision==0.28.0 triton==3.7.0 \
   sglang-router==0.3.2
 
-"$venv/bin/python" "$root/rl4llm/extensions/servers/inside/sglang_cpu.py" --help > "$venv/check.log" 2>&1 ||
-  { cat "$venv/check.log" >&2; exit 1; }
-"$venv/bin/python" "$root/rl4llm/extensions/servers/inside/sglang_router_cpu.py" --help > "$venv/check.log" 2>&1 ||
-  { cat "$venv/check.log" >&2; exit 1; }
+# `rl4llm serve --cpu` runs these in place of SGLang's modules, which do not start without a GPU.
+cp "$root"/tests/sglang_cpu.py "$root"/tests/sglang_router_cpu.py "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+for module in sglang_cpu sglang_router_cpu; do
+  "$venv/bin/python" -m "$module" --help > "$venv/check.log" 2>&1 || { cat "$venv/check.log" >&2; exit 1; }
+done
 installed

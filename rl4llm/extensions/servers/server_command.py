@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.redact import is_secret_name
-from rl4llm.extensions.servers.embedded.options import read_options
 from rl4llm.runtime.ports import KEY_VARIABLE, free_port, is_loopback
 
 SERVERS = Path(__file__).parent / "inside"
@@ -33,9 +33,8 @@ class ServerKind:
         extended: whether it imports files from `rl4llm/extensions/servers/inside`.
         flags: added unless given.
         environment: added to this process's, unless set there.
-        cpu_script: run instead of `module` on a CPU, if the module does not start there.
+        cpu_module: run instead of `module` on a CPU, if that does not start there; the installing script puts it there.
         cpu_flags, cpu_environment: added on a CPU, unless given.
-        check: raises ConfigError for flags that it would refuse.
     """
 
     module: tuple[str, ...]
@@ -46,10 +45,9 @@ class ServerKind:
     extended: bool = False
     flags: Mapping[str, str | None] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    cpu_script: str | None = None
+    cpu_module: tuple[str, ...] = ()
     cpu_flags: Mapping[str, str | None] = field(default_factory=dict)
     cpu_environment: Mapping[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
-    check: Callable[[Sequence[str]], object] = lambda flags: None
 
 
 SERVER_KINDS: Mapping[str, ServerKind] = {
@@ -58,13 +56,12 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
         usual_port=30200,
         keys=("--api-key",),
         cpu_environment={"CUDA_VISIBLE_DEVICES": ""},
-        check=read_options,
     ),
     "sglang": ServerKind(
         module=("sglang.launch_server",),
         usual_port=30000,
         keys=("--api-key", "--admin-api-key"),
-        cpu_script="sglang_cpu.py",
+        cpu_module=("sglang_cpu",),
         cpu_flags={
             "--device": "cpu",
             "--dtype": "float32",
@@ -89,7 +86,7 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
             "--worker-startup-check-interval": "1",
             "--worker-startup-timeout-secs": "31536000",  # otherwise a server that starts late gets no requests
         },
-        cpu_script="sglang_router_cpu.py",
+        cpu_module=("sglang_router_cpu",),
     ),
     "vllm": ServerKind(
         module=("vllm.entrypoints.cli.main", "serve"),
@@ -140,18 +137,14 @@ def server_command(
     kind = SERVER_KINDS[engine]
     program = _program(kind.environment_of or engine, python)
     host, port, flags = _address(kind, list(flags))
-    kind.check(flags)
     flags += _key(kind, host, flags)
     _refuse_open_door(engine, kind, host, flags)
     if kind.second_port and not _given(kind.second_port, flags):
         flags += [kind.second_port, str(free_port("127.0.0.1", but=port))]
     flags += _missing({**kind.flags, **(_cpu_flags(kind, flags) if cpu else {})}, flags)
     flags, keys = _apart(flags)
-    start = [str(SERVERS / kind.cpu_script)] if cpu and kind.cpu_script else list(kind.module)
-    if keys:
-        start = [str(SERVERS / "with_flags.py"), *start]
-    elif not (cpu and kind.cpu_script):
-        start = ["-m", *start]
+    module = (cpu and kind.cpu_module) or kind.module
+    start = [str(SERVERS / "with_flags.py") if keys else "-m", *module]
     added = {**kind.environment, **(kind.cpu_environment if cpu else {})}
     environment = {name: value for name, value in added.items() if name not in os.environ}
     environment["PATH"] = os.pathsep.join([str(Path(program).parent), os.environ.get("PATH", os.defpath)])
@@ -171,7 +164,7 @@ def boot_advice(engine: str, cpu: bool, log: str) -> str:
     """Return what to do about a server that died during its start, if its log shows the reason; else ""."""
     environment = SERVER_KINDS[engine].environment_of or engine
     module = SERVER_KINDS[engine].module[0].partition(".")[0]
-    if f"No module named '{module}'" in log:
+    if re.search(rf"No module named '?{module}", log):
         return (
             f" Next: pass the Python of {environment}'s environment with --python or RL4LLM_{environment.upper()}_PYTHON; "
             f"for machines without a GPU, scripts/install_{environment}_cpu.sh VENV creates one."
@@ -211,8 +204,6 @@ def _address(kind: ServerKind, flags: list[str]) -> tuple[str, int, list[str]]:
     host, flags = _taken_out("--host", flags)
     port, flags = _taken_out("--port", flags)
     host = host or "127.0.0.1"
-    if port is not None and not (port.isdecimal() and int(port) < 65536):
-        raise ConfigError(f"--port {port} is not accepted. Accepted: 1 to 65535, or 0 for a free port.")
     number = kind.usual_port if port is None else int(port)
     return host, number or free_port(host), flags
 
@@ -265,7 +256,7 @@ def _missing(wanted: Mapping[str, str | None], flags: Sequence[str]) -> list[str
 
 def _cpu_flags(kind: ServerKind, flags: Sequence[str]) -> Mapping[str, str | None]:
     """Return the flags of a server without a GPU; adapters need another backend there."""
-    adapters = kind.cpu_script and (_given("--enable-lora", flags) or _given("--lora-paths", flags))
+    adapters = kind.cpu_module and (_given("--enable-lora", flags) or _given("--lora-paths", flags))
     return {**kind.cpu_flags, "--lora-backend": "torch_native"} if adapters else kind.cpu_flags
 
 

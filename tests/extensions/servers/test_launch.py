@@ -419,13 +419,11 @@ def test_the_checked_address_is_the_one_that_holds():
     assert words("--model-path", "m")[-1] == "30000"
     assert words("m", engine="vllm")[-4:] == ("--host", "127.0.0.1", "--port", "8000")
     assert 0 < server_command("sglang", ["--port", "0"], python=sys.executable).port < 32768
-    with pytest.raises(ConfigError, match="--port many is not accepted"):
-        words("--port", "many")
 
 
 def test_a_cpu_server_gets_what_it_needs_unless_told_otherwise():
     line = words("--model-path", "m", "--dtype", "bfloat16", cpu=True)
-    assert line[0].endswith("sglang_cpu.py")
+    assert line[:2] == ("-m", "sglang_cpu")
     assert line.count("--dtype") == 1
     assert line[line.index("--device") + 1] == "cpu"
     assert "--lora-backend" not in line
@@ -542,7 +540,7 @@ def test_keys_reach_a_server_by_its_environment_alone(monkeypatch):
     assert json.loads(command.environment["RL4LLM_SERVER_FLAGS"]) == ["--admin-api-key", "more-5ecret"]
     command = server_command("sglang", ["--host", "0.0.0.0", "--hf-token"], python=sys.executable, cpu=True)
     assert json.loads(command.environment["RL4LLM_SERVER_FLAGS"]) == ["--api-key", "own-5ecret"]
-    assert command.words[1:3] == (str(SERVERS / "with_flags.py"), str(SERVERS / "sglang_cpu.py"))
+    assert command.words[1:3] == (str(SERVERS / "with_flags.py"), "sglang_cpu")
     assert "5ecret" not in f"{command.words} {command}" and "--hf-token" in command.words
     command = server_command(
         "vllm", ["--api-key", "one-5ecret", "two-5ecret", "-tp", "2"], python=sys.executable

@@ -1,7 +1,7 @@
 """sglang-router next to an SGLang that cannot be imported unchanged, as on a machine without a GPU.
 
-Run by the Python of the servers' environment: ``python sglang_router_cpu.py <the router's flags>``. The router uses
-SGLang only for tracing, and works without it.
+scripts/install_sglang_cpu.sh copies this into the servers' environment. The router uses SGLang only for tracing, and works
+without it.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """SGLang's server on a machine without a GPU, for tests and small models.
 
-Run by the Python of the server's environment, which does not have rl4llm: ``python sglang_cpu.py <SGLang's flags>``.
+scripts/install_sglang_cpu.sh copies this into the server's environment: ``python -m sglang_cpu <SGLang's flags>``.
 
 SGLang's wheel expects the CUDA packages that accompany torch. Three of them are missing with a CPU build of torch. This
 file replaces each by the minimum that lets SGLang start; none of them computes anything for a text model.
