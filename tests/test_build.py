@@ -47,10 +47,10 @@ ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth":
 SHORT = {"name": "length", "unit": "chars", "max_length": 9, "margin": 2}
 WAYS = {
     "local": ("memory",),
-    "sglang": ("filesystem", "tensor", "distributed", "lora"),
+    "sglang": ("filesystem", "distributed", "lora"),
     "vllm": ("filesystem", "lora"),
 }
-ALL_WAYS = ("memory", "filesystem", "tensor", "distributed", "lora")
+ALL_WAYS = ("memory", "filesystem", "distributed", "lora")
 SMALL = {"prompts": 2, "group_size": 2, "max_tokens": 4}
 
 

@@ -212,7 +212,7 @@ def check_parts(setup: Setup, backend: BaseBackend) -> None:
     if backend.whole or setup.machine.ranks.size == 1:
         return
     for key, name in (("sync.name", config.sync.name), ("sync.fallback", config.sync.fallback)):
-        if name in ("tensor", "distributed"):
+        if name == "distributed":
             raise ConfigError(
                 f"{key}={name!r} is not accepted if each rank holds a part of the weights (backend={config.backend}): a "
                 "server that comes back later could not get them. Accepted: filesystem, or lora for an adapter; or set "

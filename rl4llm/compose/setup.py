@@ -159,9 +159,9 @@ def _set_up_gpu(config: Config, device: torch.device) -> None:
     use_exact_kernels()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
-    if "tensor" not in (config.sync.name, config.sync.fallback) and not ALLOCATOR & os.environ.keys():
+    if not ALLOCATOR & os.environ.keys():
         # Batches have other shapes in each step, which would fragment the memory. Set here and not in the environment, which
-        # servers inherit; and not for CUDA IPC, since importing such memory takes the right to trace this process.
+        # servers inherit.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if device.index is not None:
         torch.cuda.set_device(device)

@@ -366,12 +366,12 @@ class WeightRef:
     """The location of one version of the weights.
 
     `kind` is "memory" (shared in process), "full" (a Hugging Face directory at `path`), "lora" (an adapter's directory),
-    "tensor" or "distributed" (`tensors` yields them, for a request or a process group). `checksums` are those of the files.
+    "distributed" (`tensors` yields them, for a process group). `checksums` are those of the files.
     If `held`, another rank has already sent the weights to the engine, which should report this version.
     """
 
     version: int
-    kind: Literal["memory", "full", "lora", "tensor", "distributed"] = "memory"
+    kind: Literal["memory", "full", "lora", "distributed"] = "memory"
     path: str | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
     tensors: Callable[[], Iterator[tuple[str, Tensor]]] | None = field(

@@ -17,7 +17,6 @@ Is everything right?
     train       `rl4llm train`: deterministic, twice, resumed, autocast, bf16, LoRA, PPO
     learn       the curve of the quickstart, as far as its time goes
     memory      the memory that `rl4llm plan` counts beside that of the allocator; offload and onload
-    ipc         handles of sync.name=tensor, opened by another process
     nccl        a group of one rank over NCCL: all_reduce, and log-probs and gradients under FSDP2
     images      the recipe `colours` with a frozen and a training image tower, in float32 and under autocast
     stream      asynchronous steps with a server of the embedded engine on the same GPU, also with the cache kept
@@ -51,7 +50,7 @@ from pathlib import Path
 from typing import Any
 
 CORRECT = {  # seconds that a check may take on a GPU
-    "machine": 50, "varlen": 60, "engine": 160, "numbers": 110, "train": 200, "learn": 180, "memory": 90, "ipc": 60,
+    "machine": 50, "varlen": 60, "engine": 160, "numbers": 110, "train": 200, "learn": 180, "memory": 90,
     "nccl": 70, "images": 160, "stream": 160, "deepspeed": 100,
 }  # fmt: skip
 SPEED = {"decode": 100, "update": 140, "step": 200, "head": 30, "publish": 40}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import platform
 import subprocess
-import sys
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -28,7 +26,6 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.model_memory import Precision
 from rl4llm.core.types import SamplingParams
 from rl4llm.extensions.inspect.plan.shape import shape_of
-from rl4llm.extensions.servers.clients.sglang_tensors import pickled
 from rl4llm.inference.embedded.sampling import Sampler
 from rl4llm.runtime.ranks import DistributedRanks, Ranks
 
@@ -184,37 +181,6 @@ def _planned(backend: TorchBackend, batch: Any, precision: Precision, case: dict
         "activations": kept + shape.working(precision, tokens, backward=True),
         "head": head_memory(shape, precision, int(batch.mask_BT.sum()), backward=True),
     }
-
-
-RECEIVER = """
-import base64, io, json, pickle, sys, torch
-from torch.multiprocessing import reductions
-real = reductions.rebuild_cuda_tensor
-def rebuild(*given):  # as SGLang does
-    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    return real(*given[:6], uuids.index(given[6]), *given[7:])
-class Unpickler(pickle.Unpickler):
-    def find_class(self, module, name):
-        return rebuild if name == "rebuild_cuda_tensor" else super().find_class(module, name)
-pairs = Unpickler(io.BytesIO(base64.b64decode(sys.stdin.read()))).load()
-print(json.dumps({name: tensor.tolist() for name, tensor in pairs}))
-"""
-
-
-def ipc(probe: Probe) -> None:
-    """Does another process read the tensors that `sync.name=tensor` sends, whole ones, parts and bf16?"""
-    for expandable in (False, True)[: 2 if probe.cuda else 1]:
-        with probe.finding(f"expandable_segments:{expandable}") as found:
-            if probe.cuda:
-                torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
-            whole = torch.randn(100, 100, device=probe.device)
-            tensors = {"whole": whole, "part": whole[1], "bf16": (whole * 2).bfloat16()}
-            (sent,) = pickled(list(tensors), list(tensors.values()), 1)
-            command = [sys.executable, "-c", RECEIVER]
-            done = subprocess.run(command, input=sent, capture_output=True, text=True, timeout=40)
-            found |= {"exit_code": done.returncode, "stderr": done.stderr[-400:], "characters": len(sent)}
-            if json.loads(done.stdout or "{}") != {name: x.tolist() for name, x in tensors.items()}:
-                found["error"] = "the receiver has other tensors"
 
 
 def nccl(probe: Probe) -> None:

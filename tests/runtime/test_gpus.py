@@ -52,8 +52,6 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
         ([], {}, ["expandable_segments:True"]),
         ([], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, []),
         ([], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, []),
-        (["inference.name=sglang", "sync.name=tensor"], {}, []),
-        (["inference.name=sglang", "sync.fallback=tensor"], {}, []),
         (["model.device=cpu"], {}, []),
     ],
 )

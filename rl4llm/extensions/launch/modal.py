@@ -25,7 +25,7 @@ CONFIG = (
     "/rl4llm-run/config.yaml"  # in every container; Python started in / would take /rl4llm for the package
 )
 SHARED = "/shared"  # mount point of the volume, and base of the trainer's relative paths
-SYNC = ("auto", "filesystem", "tensor")
+SYNC = ("auto", "filesystem")
 
 TEXT = '''\
 """The run {name} on Modal.

@@ -262,8 +262,6 @@ def _check(config: Config, here: bool) -> None:
         launch.router and (engine != "sglang" or not served),
         "launch.router=true is not accepted with inference.cohost=true: a router checks the health of servers that sleep, "
         "which makes them generate. Remove one of the two.": launch.router and cohost,
-        "sync.name=tensor shares the memory of a GPU, but each process of a launch has separate GPUs. Accepted: "
-        "filesystem or distributed.": served and launch.server_gpus and "tensor" in (config.sync.name, config.sync.fallback),
         f"launch.nodes={launch.nodes} is not accepted on a single machine. Accepted: 1; or --on slurm, ...":
         here and launch.nodes > 1,
         "inference.name='vllm' with launch.servers is not accepted on other machines: a vLLM server checks no key, so it "

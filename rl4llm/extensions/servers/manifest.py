@@ -7,10 +7,9 @@ PROVIDES = {
         "vllm": "rl4llm.extensions.servers.clients.vllm:VLLMClient",
     },
     "rl4llm.publishers": {
-        "distributed": "rl4llm.extensions.servers.sync.tensor:over_broadcast",
+        "distributed": "rl4llm.extensions.servers.sync.distributed:over_broadcast",
         "filesystem": "rl4llm.extensions.servers.sync.filesystem:over_filesystem",
         "lora": "rl4llm.extensions.servers.sync.filesystem:over_adapter",
-        "tensor": "rl4llm.extensions.servers.sync.tensor:over_requests",
     },
     "rl4llm.parts": {
         "claiming_publisher": "rl4llm.extensions.servers.sync.wrappers:ClaimingPublisher",

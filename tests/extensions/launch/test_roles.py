@@ -165,7 +165,6 @@ def test_a_server_that_shares_a_gpu_can_free_its_memory():
     (["launch.servers=0"], "launch.router=true is not accepted without SGLang servers"),
     (["inference.cohost=true", "launch.router=false"], "trainer and server share a GPU"),
     (["inference.cohost=true"], "launch.router=true is not accepted with inference.cohost=true"),
-    (["sync.name=tensor"], "sync.name=tensor shares the memory of a GPU"),
     (["launch.servers=-1"], "launch.servers=-1 is not accepted: a whole number, 0 or above"),
     (["inference.api_key=abc"], "inference.api_key contains a key or password"),
     (["inference.url=http://me:pw@host:1"], "inference.url contains a key or password"),

@@ -11,18 +11,18 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, StaleWeightsError
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.clients.vllm import VLLMClient
+from rl4llm.extensions.servers.sync.distributed import BroadcastPublisher
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
-from rl4llm.extensions.servers.sync.tensor import TensorPublisher
 from rl4llm.sync.verify import Canary
 
 EXPERT = "model.layers.1.mlp.experts.2."
-SERVERS = [  # each starts for these tests alone; SGLang takes experts in three ways, vLLM in one of them
+SERVERS = [  # each starts for these tests alone; SGLang takes experts in two ways, vLLM in one of them
     pytest.param("sglang", marks=pytest.mark.sglang, id="sglang"),
     pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.sweep], id="vllm"),
 ]
 CLIENTS = {"sglang": SGLangClient, "vllm": VLLMClient}
-WAYS = {"sglang": ["filesystem", "tensor", "distributed"], "vllm": ["filesystem"]}
+WAYS = {"sglang": ["filesystem", "distributed"], "vllm": ["filesystem"]}
 FLAGS = {
     "sglang": ["--model-path", "{version}", "--port", "0"],
     "vllm": ["{version}", "--max-model-len", "512", "--max-num-seqs", "64", "--port", "0"],
@@ -98,7 +98,7 @@ def test_a_server_starts_from_a_version_and_takes_every_expert(served, tokenizer
                 publisher = (
                     FilesystemPublisher(client, WeightStore(tmp_path / way))
                     if way == "filesystem"
-                    else TensorPublisher(client, way)
+                    else BroadcastPublisher(client)
                 )
                 assert await canary.verify(backend, client, await publisher.publish(backend, number)) < 1e-4
                 change(backend.model, 10 + number)

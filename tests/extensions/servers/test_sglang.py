@@ -16,17 +16,16 @@ from vowels import learn_vowels
 
 from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
-from rl4llm.backends.tiny import build_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.errors import ConfigError, EngineError, RefusedError, StaleWeightsError
+from rl4llm.core.errors import EngineError, RefusedError, StaleWeightsError
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import adapter_name
 from rl4llm.extensions.servers.clients.server import DamagedReplyError
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
+from rl4llm.extensions.servers.sync.distributed import BroadcastPublisher, over_broadcast
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher, LoraPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
-from rl4llm.extensions.servers.sync.tensor import TensorPublisher, over_broadcast, over_requests
 from rl4llm.extensions.servers.sync.wrappers import CohostPublisher
 from rl4llm.runtime.transport import Retry
 from rl4llm.sync.verify import Canary
@@ -34,7 +33,7 @@ from rl4llm.testing import check_client
 
 pytestmark = pytest.mark.sglang
 PROMPT = [5, 9, 40, 33, 7]
-WAYS = ["filesystem", "tensor", "distributed"]
+WAYS = ["filesystem", "distributed"]
 
 
 def client_of(url, tokenizer, **options):
@@ -55,9 +54,7 @@ def backend(model):
 
 def publisher(name, client, root):
     return (
-        FilesystemPublisher(client, WeightStore(root))
-        if name == "filesystem"
-        else TensorPublisher(client, name)
+        FilesystemPublisher(client, WeightStore(root)) if name == "filesystem" else BroadcastPublisher(client)
     )
 
 
@@ -120,14 +117,13 @@ def test_every_publisher_passes_the_canary(client, backend, tmp_path, way):
     run(client, work)
 
 
-@pytest.mark.parametrize("way", [over_requests, over_broadcast])
-def test_matrices_in_half_precision_arrive_as_from_files(client, backend, tmp_path, way):
+def test_matrices_in_half_precision_arrive_as_from_files(client, backend, tmp_path):
     async def work():
         exact, half = WeightStore(tmp_path / "exact"), WeightStore(tmp_path / "half", dtype=torch.bfloat16)
         change(backend.model, 3)
-        await way(client, lambda: exact, None).publish(backend, 1)
+        await over_broadcast(client, lambda: exact, None).publish(backend, 1)
         before = await client.checksum()
-        await way(client, lambda: half, None).publish(backend, 2)
+        await over_broadcast(client, lambda: half, None).publish(backend, 2)
         digest = await client.checksum()
         await FilesystemPublisher(client, half).publish(backend, 3)
         assert await client.checksum() == digest != before
@@ -201,7 +197,7 @@ def test_a_refused_load_lets_a_kept_cache_go(sglang_url, tokenizer, backend, tmp
     run(client, work)
 
 
-@pytest.mark.parametrize("way", sampled(WAYS, ["tensor"]))
+@pytest.mark.parametrize("way", sampled(WAYS, ["distributed"]))
 def test_a_kept_cache_is_that_of_older_weights(sglang_url, tokenizer, backend, tmp_path, way):
     client = client_of(sglang_url, tokenizer, keep_cache=True)
     before, split = run(client, lambda: interrupted(client, publisher(way, client, tmp_path), backend))
@@ -268,8 +264,7 @@ def test_versions_of_an_adapter_share_a_batch_and_each_is_proven(client, backend
 DDP, FSDP2 = {"name": "torch", "shard": "ddp"}, {"name": "torch", "shard": "fsdp2"}
 ZERO2, ZERO3 = ({"name": "deepspeed", "zero_stage": stage} for stage in (2, 3))
 TWO_RANKS = [
-    pytest.param("tensor", DDP, id="tensor-ddp"),
-    pytest.param("distributed", DDP, id="distributed-ddp", marks=pytest.mark.sweep),
+    pytest.param("distributed", DDP, id="distributed-ddp"),
     pytest.param("lora", FSDP2, id="lora-fsdp2"),
     pytest.param(
         "filesystem", ZERO2, id="filesystem-zero-2", marks=[pytest.mark.deepspeed, pytest.mark.sweep]
@@ -294,22 +289,6 @@ def test_two_ranks_publish_every_way_to_the_server(
 
 def trained(ranks, model_dir, directory, inference, options):
     learn_vowels(ranks, model_dir, directory, inference, **options)
-
-
-def test_weights_of_another_model_are_not_sent_to_a_server(client, tokenizer, tmp_path):
-    other = build_model(tokenizer, seed=0, hidden_size=32, num_layers=2)
-    weight_ref = FilesystemPublisher(client, WeightStore(tmp_path)).write(
-        TorchBackend(load_model(other), lr=1e-3), 90
-    )
-
-    async def work():
-        with pytest.raises(
-            ConfigError, match=r"does not serve the model that trains.* has hidden_size=64, not 32"
-        ):
-            await client.load(weight_ref)
-        await client.generate(PROMPT, SamplingParams(max_tokens=4))
-
-    run(client, work)
 
 
 def test_damaged_weights_give_no_sample_and_fail_the_canary(client, backend, tmp_path):
@@ -369,7 +348,7 @@ def test_a_refused_load_leaves_no_old_cache(client, backend, tmp_path):
 def test_an_open_update_of_a_dead_trainer_is_closed(client, backend):
     async def work():
         await client.http.post("/begin_weight_update", {})
-        weight_ref = await TensorPublisher(client, "tensor").publish(backend, 80)
+        weight_ref = await BroadcastPublisher(client).publish(backend, 80)
         assert await canary(client).verify(backend, client, weight_ref) < 1e-4
 
     run(client, work)

@@ -85,7 +85,7 @@ def test_a_placeholder_that_is_not_an_image_is_refused(seer):
 
 
 def test_a_tower_trains_and_sampled_placeholders_end_episodes(named, tmp_path):
-    for episode, first in check_tower_trains(named, tmp_path / "run", "sync.name=tensor"):
+    for episode, first in check_tower_trains(named, tmp_path / "run", "sync.name=distributed"):
         assert (episode["stop_reason"], episode["turns"]) == ("length", 1)
         assert first["token_ids"][-1] in named.vision.media
         assert not {*first["token_ids"][:-1]}.intersection(named.vision.media)

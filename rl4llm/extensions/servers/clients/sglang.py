@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError, UnreadableError
@@ -15,7 +14,6 @@ from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
 from rl4llm.extensions.servers.clients.images import UNNAMED, collapsed, data_uri, feature_name, outside
-from rl4llm.extensions.servers.clients.neighbour import check_gpu_is_shared, check_same_model
 from rl4llm.extensions.servers.clients.server import (
     FINISHED,
     NEVER_LOADED,
@@ -25,8 +23,6 @@ from rl4llm.extensions.servers.clients.server import (
     sampling_options,
 )
 from rl4llm.extensions.servers.clients.sglang_memory import UNSURE, Held
-from rl4llm.extensions.servers.clients.sglang_tensors import buckets, pickled
-from rl4llm.runtime.threads import in_own_thread
 
 IDLE_S = 60.0  # for a server to end its requests before it sleeps
 
@@ -51,8 +47,8 @@ class SGLangClient(AdaptingClient):
 
     takes_images = keeps_features = True
     EXPANDS: ClassVar[bool] = True  # every placeholder of a prompt with images becomes an image
-    publishers: tuple[str, ...] = ("filesystem", "tensor", "distributed", "lora")
-    KINDS: ClassVar[tuple[str, ...]] = ("full", "tensor", "distributed", "lora")
+    publishers: tuple[str, ...] = ("filesystem", "distributed", "lora")
+    KINDS: ClassVar[tuple[str, ...]] = ("full", "distributed", "lora")
     URL_VARIABLE = "SGLANG_BASE_URL"
     USUAL_URL = "http://127.0.0.1:30000"
     UNSEEN = "Failed to get weights iterator"
@@ -69,7 +65,6 @@ class SGLangClient(AdaptingClient):
     ):
         super().__init__(base_url, tokenizer, **options)
         self.trainer_host, self.keep_cache = trainer_host, keep_cache
-        self._shares_gpu = False
 
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[ImagePlace]
@@ -135,7 +130,7 @@ class SGLangClient(AdaptingClient):
         return "weights" in (await self.retry.run(lambda _: self._held())).asleep
 
     async def load_weights(self, weight_ref: WeightRef) -> None:
-        ways = {"full": self._from_disk, "tensor": self._inline, "distributed": self._broadcast}
+        ways = {"full": self._from_disk, "distributed": self._broadcast}
         try:
             await ways[weight_ref.kind](weight_ref)
         except EngineError:
@@ -159,7 +154,6 @@ class SGLangClient(AdaptingClient):
 
     async def _from_disk(self, weight_ref: WeightRef) -> None:
         """Have the server load a version from its files."""
-        await self._check_model(weight_ref.path)
         version = str(replace(await self._held(), version=str(weight_ref.version)))
         body = {"model_path": weight_ref.path, "weight_version": version, "flush_cache": not self.keep_cache}
         await self.admin("/update_weights_from_disk", {**body, **self._numerics()})
@@ -167,30 +161,6 @@ class SGLangClient(AdaptingClient):
     def _numerics(self) -> Mapping[str, str]:
         """Return the fields by which a server computes as the trainer does; SGLang has none."""
         return {}
-
-    async def _check_model(self, path: str | None) -> None:
-        """Raise ConfigError for weights of another model than the server's, if this machine can read its files."""
-        held: Any = None
-        with suppress(EngineError):
-            held = (await self._info()).get("model_path")
-        check_same_model(self.base_url, held, path)
-
-    async def _inline(self, weight_ref: WeightRef) -> None:
-        """Send the tensors in requests, once for each of the server's tensor-parallel ranks."""
-        ranks = await self.ranks()
-        async with self.update():
-            for names, tensors, version in buckets(weight_ref):
-                if tensors[0].is_cuda and not self._shares_gpu:
-                    check_gpu_is_shared(self.base_url, tensors[0].device)
-                    self._shares_gpu = True
-                body = {
-                    "serialized_named_tensors": await in_own_thread(
-                        "rl4llm-pickle", partial(pickled, names, tensors, ranks)
-                    ),
-                    "weight_version": version,
-                    "flush_cache": not self.keep_cache,
-                }
-                await self.admin("/update_weights_from_tensor", body)
 
     async def _broadcast(self, weight_ref: WeightRef) -> None:
         """Send the tensors through a process group, one with all servers that load them now."""

@@ -26,8 +26,6 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, Store, _new
 
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import WeightRef
-from rl4llm.extensions.servers.clients.neighbour import check_same_nccl
-from rl4llm.extensions.servers.clients.sglang_tensors import buckets
 from rl4llm.runtime.threads import in_own_thread
 
 if TYPE_CHECKING:
@@ -35,9 +33,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BUCKET_BYTES = 256 << 20
 LEAVE_S = 5.0  # for a server to leave an unused process group
 TRAINER = 0
 JOIN_S = 1.0  # for servers to connect to a group that is given up, so that its end reaches them
+
+
+def buckets(weight_ref: WeightRef) -> Iterator[tuple[list[str], list[Tensor], str | None]]:
+    """Yield names and tensors of at most BUCKET_BYTES together; only the last bucket has the version, complete by then."""
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    size = 0
+    assert weight_ref.tensors is not None  # true for this kind
+    for name, tensor in weight_ref.tensors():
+        if tensors and size + tensor.nbytes > BUCKET_BYTES:
+            yield names, tensors, None
+            names, tensors, size = [], [], 0
+        names.append(name)
+        tensors.append(tensor)
+        size += tensor.nbytes
+    yield names, tensors, str(weight_ref.version)
 
 
 class Broadcast:
@@ -184,9 +199,6 @@ class Together:
         for client in clients:
             await self.leave(client)
         transport = await clients[0].transport()
-        if transport == "nccl":
-            for client in clients:
-                check_same_nccl(client.base_url)
         ranks = [await client.ranks() for client in clients]
         host, name = clients[0].trainer_host, f"rl4llm-{secrets.token_hex(6)}"
         group = self.groups[clients] = Broadcast(host, 1 + sum(ranks), name, transport)

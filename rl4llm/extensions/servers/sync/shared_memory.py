@@ -11,12 +11,13 @@ from pathlib import Path
 
 import psutil
 import torch
+from yarl import URL
 
 from rl4llm.config.keys import SyncConfig
 from rl4llm.core.errors import RunDirError
-from rl4llm.extensions.servers.clients.neighbour import listener
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.runs.lock import DirectoryLock, private_directory
+from rl4llm.runtime.ports import holder, is_loopback
 
 SHARED = Path("/dev/shm")
 MARGIN = 2  # how often what the versions take must be free in the machine's memory
@@ -59,11 +60,11 @@ def place_of(on_disk: Path) -> Path:
 def unusable(urls: Sequence[str], needed: int) -> str | None:
     """Return why servers cannot read `needed` bytes from shared memory; "" if one is elsewhere, None if they can."""
     for url in urls:
-        process = listener(url)
-        if process is None or not _is_python(process):
+        pid = _server(URL(url))
+        if pid is None:
             return ""
         try:
-            theirs = os.stat(f"/proc/{process.pid}/root{SHARED}")
+            theirs = os.stat(f"/proc/{pid}/root{SHARED}")
             shares = os.path.samestat(theirs, os.stat(SHARED))
         except OSError:
             return f"{url} is a process of another user"
@@ -78,12 +79,13 @@ def unusable(urls: Sequence[str], needed: int) -> str | None:
     return None
 
 
-def _is_python(process: psutil.Process) -> bool:
-    """Return whether the process is a server itself; one that forwards to another machine is usually another program."""
+def _server(url: URL) -> int | None:
+    """Return the process that serves there on this machine; what forwards to another machine is usually not Python."""
+    pid = holder(url.port or 0) if is_loopback(url.host or "") else None
     try:
-        return Path(process.exe()).name.startswith("python")
+        return pid if pid and Path(psutil.Process(pid).exe()).name.startswith("python") else None
     except psutil.Error:
-        return False
+        return None
 
 
 def _available() -> int:
