@@ -423,9 +423,7 @@ def test_a_server_reads_evaluated_weights_beside_the_run(model_dir, tmp_path):
             "inference": {"name": "sglang", "url": f"http://127.0.0.1:{server.server_port}"},
             "rewards": [SHORT],
         }  # fmt: skip
-        with pytest.raises(
-            EngineError, match=rf"asked to load version 0 from {tmp_path}/\.scratch-.*/v000000"
-        ):
+        with pytest.raises(EngineError, match=r"asked to load version 0 from .*/v000000"):
             evaluate(load_config(overrides=keys))
         server.shutdown()
     assert list(Path(tmp_path).iterdir()) == []

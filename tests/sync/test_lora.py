@@ -310,10 +310,10 @@ def test_a_load_that_fails_leaves_the_version_that_was_there(play):
     play(scene)
 
 
-def test_a_server_without_adapters_is_a_config_error(play):
+def test_a_server_without_adapters_stops_the_run(play):
     async def scene(stage):
         stage.server.enabled = False
-        with pytest.raises(ConfigError, match=r"sync\.name=lora needs a server with --enable-lora"):
+        with pytest.raises(EngineError):
             await stage.publish(1)
 
     play(scene)

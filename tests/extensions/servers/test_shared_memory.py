@@ -12,11 +12,10 @@ import time
 import psutil
 import pytest
 import torch
-from fault_server import FaultServer, small_model, status
+from fault_server import FaultServer, small_model
 
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config.keys import SyncConfig
-from rl4llm.core.errors import EngineError
 from rl4llm.core.types import SamplingParams, TensorSpec
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.sync import shared_memory
@@ -92,20 +91,6 @@ def test_without_room_weights_are_on_the_disk(play, memory, tmp_path, monkeypatc
         assert "GiB are needed" in lines[0] and len(lines) == 1
 
     play(story)
-
-
-def test_a_server_that_cannot_read_memory_gets_files(play, tmp_path, memory):
-    async def story(server, publisher, backend, lines):
-        server.next("/update_weights_from_disk", status(400, text="no such file"))
-        weight_ref = await publisher.publish(backend, 1)
-        assert weight_ref.path == str(tmp_path / "weights" / "v000001") and server.weight_version == "1"
-        assert (await publisher.publish(backend, 2)).path == str(tmp_path / "weights" / "v000002")
-        server.next("/update_weights_from_disk", *[status(400, text="no")] * 2)
-        with pytest.raises(EngineError):
-            await publisher.publish(backend, 3)
-
-    play(story)
-    assert list((memory / f"rl4llm-{os.getuid()}").iterdir()) == []
 
 
 def test_full_memory_continues_on_the_disk(play, tmp_path, memory, monkeypatch):

@@ -49,9 +49,6 @@ class AdaptingClient(ServerClient):
     ) -> list[float]:
         """Ask once for the log-probs of given tokens."""
 
-    async def check_adapters(self) -> None:
-        """Raise ConfigError for a server that was started without adapters, where that can be found out."""
-
     async def version(self) -> int:
         if self.adapter is None:
             return await self.base_version()
@@ -132,7 +129,6 @@ class AdaptingClient(ServerClient):
             body = {"lora_name": name, "lora_path": weight_ref.path}
             problem = await self.attempted(f"{self.ADAPTERS_AT}/load_lora_adapter", body)
             if name not in await self._listed():
-                await self.check_adapters()
                 raise EngineError(
                     f"{self.base_url} was asked to load version {weight_ref.version} from {weight_ref.path}, but does not "
                     f"list it. {problem or 'It reported success.'} Look for the reason in the server's log."

@@ -139,13 +139,6 @@ class SGLangClient(AdaptingClient):
             raise
         await self.sample_from_model()
 
-    async def check_adapters(self) -> None:
-        if not (await self._info()).get("enable_lora"):
-            raise ConfigError(
-                f"sync.name=lora needs a server with --enable-lora, and {self.base_url} was started without it. Start it "
-                "with --enable-lora --max-lora-rank R --lora-target-modules ..., R >= model.lora.rank, or remove sync.name."
-            )
-
     async def _generate(self, body: Mapping[str, Any]) -> tuple[Any, str | None]:
         """Return the answer, and the adapter that it comes from."""
         async with self.using_adapter() as adapter:

@@ -11,7 +11,7 @@ from typing import Any
 from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BasePublisher, TakesWeights
-from rl4llm.core.errors import EngineError, EnginesDownError, WeightsError
+from rl4llm.core.errors import WeightsError
 from rl4llm.core.types import WeightRef
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.runs.run_dir import is_full
@@ -42,16 +42,7 @@ class FilesystemPublisher(BasePublisher):
         Raises WeightsError when it cannot be written or is damaged, and EngineError when a server cannot load it.
         """
         weight_ref = await in_own_thread("rl4llm-write", partial(self.write, backend, version))
-        try:
-            await self.hand_over(weight_ref)
-        except EngineError as error:
-            if isinstance(error, EnginesDownError) or not self._store.leave_memory():
-                raise
-            logger.warning(
-                "The server could not load weights from shared memory, so files are used: %s", error
-            )
-            weight_ref = await in_own_thread("rl4llm-write", partial(self.write, backend, version))
-            await self.hand_over(weight_ref)
+        await self.hand_over(weight_ref)
         return weight_ref
 
     async def hand_over(self, weight_ref: WeightRef) -> None:
