@@ -18,16 +18,14 @@ from matplotlib.figure import Figure
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.recipes.recipe import RECIPES, Recipe, changes, load, names
-from rl4llm.extensions.recipes.repeat import measured
-from rl4llm.extensions.recipes.results import Stored, stored
-from rl4llm.extensions.recipes.summary import rows, spread
+from rl4llm.extensions.recipes.results import Stored, measured, percent, rows, stored
 from rl4llm.tracking.curve import INK, style_axes
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs" / "recipes.md", ROOT / "docs" / "recipes"
 BEGIN, END = "<!-- recipes -->", "<!-- end of recipes -->"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C")
-KEPT = ("seed", "curve", "problems", "seconds", "cpu_seconds", "peak_memory_gb", "weights_sha256", "machine")
+KEPT = ("seed", "curve", "problems", "seconds", "peak_memory_gb", "weights_sha256", "machine")
 
 
 def store(recipe: Recipe, base: Path) -> None:
@@ -133,7 +131,7 @@ def machine(about: dict) -> str:
 
 def claim(item: dict) -> str:
     """Return what others publish, as an item of a list."""
-    scores = f"{spread([item['before']])} -> {spread([item['after']])}"
+    scores = f"{percent([item['before']])} -> {percent([item['after']])}"
     return f"- {item['variant']}: {scores}. {item['source']}."
 
 

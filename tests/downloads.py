@@ -12,7 +12,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from rl4llm.extensions.quickstart.pretrained import NAME, UnavailableError, once, write_from_index
+from rl4llm.core.errors import ModelError
+from rl4llm.extensions.recipes.pretrained import NAME, once, write_from_index
 
 CACHE = Path(os.environ.get("RL4LLM_TEST_CACHE", "~/.cache/rl4llm/tests")).expanduser()
 LLAMA_CPP = "llama_cpp_python-0.3.36.tar.gz"
@@ -32,7 +33,7 @@ def templates():
 def _cached(name, make):
     try:
         return once(CACHE / name, make)
-    except UnavailableError as error:
+    except ModelError as error:
         pytest.skip(f"{name} could not be downloaded: {error}")
 
 
@@ -59,6 +60,6 @@ def _source_archive():
         with urlopen(urljoin(page, link), timeout=30) as answer:
             data = answer.read()
     except (OSError, TypeError) as error:
-        raise UnavailableError(f"{page}: {error}") from error
+        raise ModelError(f"{page}: {error}") from error
     assert hashlib.sha256(data).hexdigest() == LLAMA_CPP_SHA256
     return data

@@ -16,11 +16,15 @@ def add(actions: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.recipes.recipe import load, names
-    from rl4llm.extensions.recipes.summary import COLUMNS, listed, rows
+    from rl4llm.extensions.recipes.results import COLUMNS, rows
 
+    table = [row for name in names() for row in rows(load(name))]
     if arguments.json:
-        found = [row for name in names() for row in rows(load(name))]
-        write_json({"recipes": [dict(zip(COLUMNS, row, strict=True)) for row in found]})
-    else:
-        show(*(line for name in names() for line in listed(load(name))))
+        write_json({"recipes": [dict(zip(COLUMNS, row, strict=True)) for row in table]})
+        return 0
+    for name, variant, learns, held_out, minutes, memory, place in table:
+        if learns:
+            show(f"{name}: {learns}")
+        facts = [held_out, minutes and f"{minutes} minutes", memory and f"{memory} GB", place]
+        show(f"  {variant}: {', '.join(filter(None, facts))}")
     return 0

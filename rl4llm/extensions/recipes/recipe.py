@@ -61,13 +61,9 @@ class Recipe:
         """Return whether a stage begins with the model that `model.path` names."""
         return any("{model}" in stage for stage in self.stages)
 
-    def config(self, overrides: Sequence[str] = ()) -> Config:
+    def config(self, overrides: Sequence[str]) -> Config:
         """Return train.yaml as a configuration."""
         return load_config(self.path / "train.yaml", overrides)
-
-    def given(self, overrides: Sequence[str]) -> Config:
-        """Return train.yaml with the overrides that say where model and data are."""
-        return self.config([text for text in overrides if text.partition("=")[0] in FILLED])
 
     def overrides(self, variant: str) -> list[str]:
         """Return the overrides of a variant; raise ConfigError for an unknown one."""
@@ -75,27 +71,10 @@ class Recipe:
             raise ConfigError(unknown(f"recipe {self.name}: --variant", variant, self.variants))
         return list(self.variants[variant])
 
-    def commands(self, words: Mapping[str, Any]) -> list[list[str]]:
-        """Return the arguments of the process of each stage, which `words` fill."""
-        return [_command(stage, words) for stage in self.stages]
-
-    def missing_data(self, words: Mapping[str, Any]) -> Path | None:
-        """Return the data that a process must make, None if they exist."""
-        return Path(words["data"]) if self.data and not Path(words["data"]).exists() else None
-
-    def preparation(self, words: Mapping[str, Any], data: Path) -> list[str]:
-        """Return the arguments of the process that makes the data, here in `data`."""
-        return _command(self.data, {**words, "data": str(data)})
-
-    def measured_files(self, work: Path) -> list[Path]:
-        """Return the files that have the held-out results."""
-        words = {"work": str(work), "run": str(work / "run")}
-        return [Path(_filled(text, words)) for text in self.measured]
-
     def words(self, work: Path, variant: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
         """Return the words of a repetition that stages contain in braces."""
-        given = [*self.overrides(variant), *overrides]
-        config = self.given(given)
+        overrides = [*self.overrides(variant), *overrides]
+        config = self.config([text for text in overrides if text.partition("=")[0] in FILLED])
         return {
             "recipe": str(self.path),
             "work": str(work),
@@ -103,7 +82,7 @@ class Recipe:
             "seed": str(seed),
             "model": config.model.path,
             "data": "null" if config.data.path is None else config.data.path,
-            "overrides": changes(given),
+            "overrides": changes(overrides),
         }
 
     def fingerprint(self, variant: str) -> str:
@@ -112,6 +91,23 @@ class Recipe:
         parts: dict[str, Any] = {"stages": [self.data, *self.stages], "overrides": self.overrides(variant)}
         parts |= {file.name: _content(file) for file in files if file.name != "recipe.yaml"}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def command(stage: str, words: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a stage, which `words` fill."""
+    arguments: list[str] = []
+    for word in shlex.split(stage):
+        arguments += words["overrides"] if word == "{overrides}" else [filled(word, words)]
+    if arguments[0] == "python":
+        return [sys.executable, *arguments[1:]]
+    return [sys.executable, "-m", "rl4llm", *arguments]
+
+
+def filled(text: str, words: Mapping[str, Any]) -> str:
+    """Return a text with the words in place of their names in braces."""
+    for name, value in words.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
 
 
 def changes(overrides: Iterable[str]) -> list[str]:
@@ -130,42 +126,10 @@ def load(name: str) -> Recipe:
     file = path / "recipe.yaml"
     if not file.is_file():
         raise ConfigError(unknown("recipe", name, names()))
-    try:
-        given = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
-    _check(file, given)
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
-    }
-    return Recipe(path, **values)
-
-
-def _check(file: Path, given: Any) -> None:
-    """Raise ConfigError for an unknown, missing or wrong key."""
-    if not isinstance(given, dict):
-        raise ConfigError(f"{file} is not accepted. Accepted: YAML with the keys title, learns and others.")
-    check_options(str(file), Recipe, {str(key): value for key, value in given.items()}, ("path",), ())
-    if missing := sorted({"title", "learns"} - given.keys()):
-        raise ConfigError(f"{file}: {' and '.join(missing)} is missing. Next: set it.")
-    for item in given.get("expected", ()):  # read after the run
-        if item.keys() != {"variant", "before", "after", "source"}:
-            raise ConfigError(f"{file}: expected={item!r}. Accepted: variant, before, after and source.")
-
-
-def _command(stage: str, words: Mapping[str, Any]) -> list[str]:
-    filled: list[str] = []
-    for word in shlex.split(stage):
-        filled += words["overrides"] if word == "{overrides}" else [_filled(word, words)]
-    if filled[0] == "python":
-        return [sys.executable, *filled[1:]]
-    return [sys.executable, "-m", "rl4llm", *filled]
-
-
-def _filled(text: str, words: Mapping[str, Any]) -> str:
-    for name, value in words.items():
-        text = text.replace(f"{{{name}}}", str(value))
-    return text
+    values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    check_options(str(file), Recipe, values, ("path",), ())
+    lists: Any = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    return Recipe(path, **values | lists)
 
 
 def _content(file: Path) -> Any:

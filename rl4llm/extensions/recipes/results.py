@@ -1,19 +1,29 @@
-"""Stored results of a recipe, and how a repetition compares with them."""
+"""What makes a repetition of a recipe comparable: its record, the stored results, and the band in which it must end."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import json
 import math
+import platform
+import re
 import statistics
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl4llm import __version__
+from rl4llm.config import load_config
 from rl4llm.core.errors import DataError
-from rl4llm.extensions.recipes.recipe import Recipe
+from rl4llm.extensions.recipes.recipe import Recipe, changes, filled
+from rl4llm.tracking.tracker import read_jsonl
 
+RECORD = "recipe.json"
 ERRORS = 2  # standard errors on each side of the band
+COLUMNS = ("name", "variant", "learned", "held-out", "minutes", "memory (GB)", "measured on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +43,14 @@ class Band:
 
     @classmethod
     def of(cls, shares: Iterable[float], problems: int) -> Band:
-        """Return the band of these results, each a share of `problems`; raise DataError for others."""
-        shares = sorted(shares)
-        check_shares("a stored result", shares)
-        low = shares[0] - ERRORS * standard_error(shares[0], problems)
-        high = shares[-1] + ERRORS * standard_error(shares[-1], problems)
+        """Return the band of these results, each a share of `problems`."""
+        low, *_, high = sorted([*shares] * 2)
+        low -= ERRORS * standard_error(low, problems)
+        high += ERRORS * standard_error(high, problems)
         return cls(round(max(low, 0.0), 3), round(min(high, 1.0), 3))
 
     def __contains__(self, share: float) -> bool:
         return self.low <= share <= self.high
-
-
-def check_shares(name: str, values: Iterable[float]) -> None:
-    """Raise DataError for a value outside 0 and 1."""
-    for value in values:
-        if not 0 <= value <= 1:
-            raise DataError(
-                f"{name} is {value:g}. Accepted: a share, from 0 to 1. Next: set `metric` in recipe.yaml to one, such as "
-                "accuracy."
-            )
 
 
 def standard_error(share: float, problems: int) -> float:
@@ -62,7 +61,7 @@ def standard_error(share: float, problems: int) -> float:
 
 @dataclass(frozen=True)
 class Stored:
-    """The stored results of a variant: a repetition per seed, as `repeat.measured` returns it."""
+    """The stored results of a variant: a repetition per seed, as `measured` returns it."""
 
     variant: str
     fingerprint: str
@@ -74,12 +73,8 @@ class Stored:
         return sorted({seed["machine"]["model"] for seed in self.seeds.values()})
 
     @property
-    def problems(self) -> int:
-        return min(seed["problems"] for seed in self.seeds.values())
-
-    @property
     def band(self) -> Band:
-        return Band.of((seed["curve"][-1][1] for seed in self.seeds.values()), self.problems)
+        return Band.of(self.at(-1), min(seed["problems"] for seed in self.seeds.values()))
 
     def curve(self) -> list[tuple[float, float]]:
         """Return the steps that all seeds have, with the mean of their shares."""
@@ -95,34 +90,185 @@ class Stored:
 def stored(recipe: Recipe) -> dict[str, Stored]:
     """Return the stored results of a recipe by variant; {} if there are none."""
     file = recipe.path / "results.json"
-    if not file.exists():
-        return {}
+    variants = json.loads(file.read_text())["variants"] if file.exists() else {}
     return {
-        variant: Stored(
-            variant, found["fingerprint"], {int(seed): run for seed, run in found["seeds"].items()}
-        )
-        for variant, found in json.loads(file.read_text())["variants"].items()
+        name: Stored(name, item["fingerprint"], {int(seed): run for seed, run in item["seeds"].items()})
+        for name, item in variants.items()
     }
 
 
 def outdated(recipe: Recipe) -> list[str]:
     """Return the variants whose results were measured with another configuration than the present one."""
     return [
-        variant
-        for variant, results in stored(recipe).items()
-        if variant not in recipe.variants or results.fingerprint != recipe.fingerprint(variant)
+        name
+        for name, results in stored(recipe).items()
+        if name not in recipe.variants or results.fingerprint != recipe.fingerprint(name)
     ]
 
 
-def differences(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
-    """Return what differs between two machines, as text."""
+def rows(recipe: Recipe) -> list[list[str]]:
+    """Return a row for each variant of a recipe, the first with what is learned; those that were not run are marked."""
+    results, old = stored(recipe), outdated(recipe)
+    table = []
+    for place, variant in enumerate(recipe.variants):
+        cells = _measured_cells(results[variant]) if variant in results else _claimed_cells(recipe, variant)
+        cells[-1] += ", with an earlier configuration" * (variant in old)
+        table.append([recipe.name, variant, "" if place else recipe.learns, *cells])
+    return table
+
+
+def _measured_cells(results: Stored) -> list[str]:
+    runs = list(results.seeds.values())
+    machines = [run["machine"] for run in runs]
+    minutes = [run["seconds"] / 60 for run in runs]
+    threads = span(sorted(machine["threads"] for machine in machines))
+    place = ", ".join(dict.fromkeys(machine["gpu"] or machine["processor"] for machine in machines))
     return [
-        f"{name} {found.get(name)} (stored: {known[name]})"
-        for name in known
-        if found.get(name) != known[name]
+        f"{percent(results.at(0))} -> {percent(results.at(-1))}",
+        span([f"{min(minutes):.1f}", f"{max(minutes):.1f}"]),
+        f"{max(run['peak_memory_gb'] for run in runs):.1f}",
+        f"{place}, {threads} thread{'s' * (threads != '1')}",
     ]
 
 
-def directory(base: Path, recipe: Recipe, variant: str, seed: int) -> Path:
-    """Return the directory of a repetition."""
-    return base / recipe.name / variant / f"seed-{seed}"
+def _claimed_cells(recipe: Recipe, variant: str) -> list[str]:
+    claims = [
+        f"{percent([claim['before']])} -> {percent([claim['after']])} by others"
+        for claim in recipe.expected
+        if claim["variant"] == variant
+    ]
+    return ["".join(claims[:1]), "", "", "not run here" + f"; needs {recipe.needs}" * bool(recipe.needs)]
+
+
+def percent(shares: Sequence[float]) -> str:
+    """Return the lowest and highest of sorted shares in percent; one number if they are equal."""
+    return span([f"{100 * shares[0]:.1f}", f"{100 * shares[-1]:.1f}"]) + " %"
+
+
+def span(items: Sequence[object]) -> str:
+    """Return the first and last item as text, or one of them if they are equal."""
+    return f"{items[0]}" if items[0] == items[-1] else f"{items[0]} to {items[-1]}"
+
+
+def measured(recipe: Recipe, work: Path) -> dict[str, Any]:
+    """Return the record of a finished repetition with its held-out curve; raise DataError if it is not finished."""
+    file = work / RECORD
+    record = json.loads(file.read_text()) if file.exists() else {}
+    if "weights_sha256" not in record:
+        raise DataError(
+            f"{work} has no finished repetition of {recipe.name}. Next: `rl4llm recipe run {recipe.name}`."
+        )
+    curve, problems = _curve(recipe, work)
+    if wrong := [share for _, share in curve if not 0 <= share <= 1]:
+        raise DataError(
+            f"{recipe.metric} is {wrong[0]:g}, and a band needs a share from 0 to 1. Next: set `metric` in recipe.yaml."
+        )
+    return record | {
+        "curve": curve,
+        "problems": problems,
+        "seconds": round(record["seconds"]),
+        "peak_memory_gb": round(record["peak_memory_gb"], 2),
+    }
+
+
+def _curve(recipe: Recipe, work: Path) -> tuple[list[list[float]], int]:
+    """Return the steps with their held-out shares, and the number of held-out problems."""
+    files = [Path(filled(text, {"work": work, "run": work / "run"})) for text in recipe.measured]
+    if files[0].suffix == ".jsonl":
+        lines = [row for row in read_jsonl(files[0]) if recipe.metric in row]
+        if not lines:
+            raise DataError(
+                f"{files[0]} has no {recipe.metric}. Next: set eval.every, and metric in recipe.yaml."
+            )
+        # of several roles, each has a trajectory of each problem
+        counts = [count for name, count in lines[-1].items() if re.fullmatch("role/[^/]+/trajectories", name)]
+        problems = int(max(counts, default=lines[-1]["trajectories"]))
+        return [[row["step"], row[recipe.metric]] for row in lines], problems
+    results = [json.loads(file.read_text()) for file in files]
+    shares = [[place, result["scores"][recipe.metric]["value"]] for place, result in enumerate(results)]
+    return shares, max(Counter(problem.get("role") for problem in results[-1]["per_problem"]).values())
+
+
+def provenance(recipe: Recipe, work: Path, model: str) -> dict[str, Any]:
+    """Return the hash of the final weights, None if the run was not deterministic, and what they depend on."""
+    import torch  # noqa: PLC0415 - after the stages, which need the memory
+
+    config = load_config(work / "run" / "config.yaml", of_run=True)
+    start = Path(model if recipe.takes_model else config.model.path)
+    gpu = config.model.device != "cpu" and torch.cuda.is_available()
+    return {
+        "weights_sha256": _hash(work / "run" / "model") if config.deterministic else None,
+        "machine": {
+            "model": _hash(start)[:12] if start.is_dir() else str(start),
+            "processor": _processor(),
+            "gpu": torch.cuda.get_device_name() if gpu else None,
+            "threads": config.threads or torch.get_num_threads(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": importlib.metadata.version("transformers"),
+            "rl4llm": __version__,
+        },
+    }
+
+
+def _processor() -> str:
+    file = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*:\s*(.+)", file.read_text(), re.MULTILINE) if file.exists() else None
+    return name[1].strip() if name else platform.processor() or platform.machine()
+
+
+def _hash(directory: Path) -> str:
+    """Return the SHA-256 of the weights: of the file if there is one, otherwise of the hashes of all files."""
+    hashes = []
+    for file in sorted(directory.glob("*.safetensors")):
+        with open(file, "rb") as stream:
+            hashes.append(hashlib.file_digest(stream, "sha256").hexdigest())
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def compared(recipe: Recipe, known: Stored | None, seed: int, run: dict[str, Any]) -> dict[str, Any]:
+    """Return the curve of a repetition, whether it ends within the band, and whether its weights are equal to the stored
+    ones, also as lines of text. Both are None if there is nothing to compare with: no stored results, or runs of another
+    model or with other overrides.
+    """
+    before, after = run["curve"][0][1], run["curve"][-1][1]
+    verdict: dict[str, Any] = {"curve": run["curve"], "within_band": None, "weights_equal": None}
+    lines = [f"Held-out {recipe.metric}: {before:.1%} -> {after:.1%} on {run['problems']} problems."]
+    verdict["lines"] = lines
+    model = run["machine"]["model"]
+    if known is None:
+        lines.append("No results of this variant are stored.")
+    elif overrides := changes(run["overrides"]):
+        lines.append(f"Not comparable: this run has overrides: {' '.join(overrides)}.")
+    elif recipe.takes_model and model not in known.models:
+        others = ", ".join(known.models)
+        lines.append(f"Not comparable: this run began with the model {model}, the stored ones with {others}.")
+    else:
+        band, within = known.band, after in known.band
+        verdict |= {"band": [band.low, band.high], "within_band": within}
+        lines.append(
+            f"{'Within' if within else 'Outside'} the band of {len(known.seeds)} stored seed(s): {band.low:.1%} to "
+            f"{band.high:.1%}."
+        )
+        if seed in known.seeds:
+            verdict["weights_equal"], line = _weights(run, known.seeds[seed])
+            lines.append(line)
+    return verdict
+
+
+def _weights(run: dict[str, Any], known: dict[str, Any]) -> tuple[bool | None, str]:
+    if known["weights_sha256"] is None or run["weights_sha256"] is None:
+        return None, "The run is not deterministic, so its weights are not compared."
+    if run["weights_sha256"] == known["weights_sha256"]:
+        return True, f"The weights equal the stored ones of seed {known['seed']} bit for bit."
+    different = [
+        f"{name} {run['machine'].get(name)} (stored: {value})"
+        for name, value in known["machine"].items()
+        if run["machine"].get(name) != value
+    ]
+    why = (
+        f"This is expected, since these differ: {', '.join(different)}."
+        if different
+        else "Processor name, threads and versions are the same, so code, data or the kind of processor changed."
+    )
+    return False, f"The weights differ from the stored ones of seed {known['seed']}. {why}"
