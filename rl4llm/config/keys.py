@@ -171,7 +171,7 @@ class TrackingConfig:
 @dataclass
 class OutputConfig:
     dir: str = "runs/rl4llm"
-    # plain: no panel; quiet: warnings only; verbose: a line with more numbers for each step
+    # plain: no picture in a notebook; quiet: warnings only; verbose: a line with more numbers for each step
     console: Literal["auto", "plain", "quiet", "verbose"] = "auto"
 
 

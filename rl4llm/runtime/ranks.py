@@ -35,7 +35,6 @@ class Ranks:
 
     rank = 0
     size = 1
-    waits = False  # whether it waits for other ranks in one of these methods
 
     @property
     def is_first(self) -> bool:
@@ -145,13 +144,10 @@ class DistributedRanks(Ranks):
             dist.destroy_process_group()
 
     def _speak(self, call: Any, *args: Any) -> None:
-        self.waits = True
         try:
             call(*args)
         except RuntimeError as error:
             raise self._lost(error) from error
-        finally:
-            self.waits = False
 
     def _lost(self, error: RuntimeError) -> RanksError:
         return RanksError(

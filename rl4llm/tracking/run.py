@@ -13,7 +13,7 @@ from typing import Any
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.registry import PARTS, load, provided
 from rl4llm.core.types import Group
-from rl4llm.runs.run_dir import RunDir
+from rl4llm.runs.run_dir import RunDir, write_atomically
 from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.terminal import notebook_shell
 from rl4llm.tracking.alerts import Alert, Alerts
@@ -31,7 +31,6 @@ from rl4llm.tracking.tracker import (
     read_jsonl,
     rounded,
 )
-from rl4llm.tracking.waiting import Waiting
 
 Gathered = tuple[int, list[list[Episode]], list[Failure]]
 """What a rank trained on or sampled: tokens, episodes by group, failures."""
@@ -61,13 +60,8 @@ class RunTracker:
         console: Mode = "auto",
     ):
         self._ranks = ranks or Ranks()
-        self._waiting = Waiting(run.path, self._ranks, self._say)
         mode = console if self._ranks.is_first else "quiet"
-        self.console = _console(run, mode)(
-            total_steps, mode, title=str(run.path), waiting=self._waiting.lines
-        )
-        self._said: set[str] = set()
-        self._unsaid: list[str] = []
+        self.console = _console(run, mode)(total_steps, mode)
         self._resources = Resources()
         self.clock = PhaseClock(on_phase=self._show_phase, peak=self._resources.peak_gb)
         self._run = run
@@ -96,7 +90,6 @@ class RunTracker:
             limits = self._episodes_every, self._episodes_per_step
             self._episodes = EpisodeLog(run.episodes_dir, *limits, step, self._ranks.rank)
         self.console.__enter__()
-        self._waiting.start()
         if step >= 0:
             # The console compares with the first start of the run.
             with self._tolerant("evaluations"):
@@ -185,13 +178,8 @@ class RunTracker:
         )
 
     def warn(self, text: str) -> None:
-        """Show a warning. On a terminal, which shows the panel of the first rank, that rank prints those of the others
-        after the step."""
-        if not self._ranks.is_first and self.console.on_terminal:
-            self._unsaid.append(text)
-        else:
-            self._said.add(text)
-            self.console.warn(text)
+        """Show a warning."""
+        self.console.warn(text)
 
     def code_changed(self, step: int, names: Sequence[str]) -> None:
         """Show, and keep for the viewer, that code differs from that of the first `step` steps."""
@@ -218,9 +206,7 @@ class RunTracker:
         """Write pending output, and release the terminal and the run's directory."""
         with ExitStack() as stack:  # releases the terminal and the directory after any error
             stack.callback(self._run.close)
-            stack.callback(self._say_what_is_left)
             stack.callback(self.console.__exit__)
-            stack.callback(self._waiting.stop)
             self.clock.lap()
             self._trackers.phases(max(self._step, 0), self.clock.lapped)
             if self._ranks.is_first and self._step > self._drawn:
@@ -246,23 +232,8 @@ class RunTracker:
     def _gathered(
         self, tokens: int, groups: Sequence[Group], failed: Sequence[SampleState]
     ) -> list[Gathered]:
-        """Return what each rank sampled, on the first rank, which also prints the warnings of the others."""
-        unsaid, self._unsaid = self._unsaid, []
-        gathered = self._ranks.gather((tokens, facts(groups), faults(failed), unsaid))
-        for rank, (*_, texts) in enumerate(gathered):
-            for text in dict.fromkeys(texts):
-                if text not in self._said:
-                    self.console.warn(f"rank {rank}: {text}")
-        return [(count, found, failures) for count, found, failures, _ in gathered]
-
-    def _say_what_is_left(self) -> None:
-        """Print the warnings of this rank that no step has sent to the first one."""
-        for text in dict.fromkeys(self._unsaid):
-            self.console.warn(f"rank {self._ranks.rank}: {text}")
-
-    def _say(self, text: str) -> None:
-        if not self.console.on_terminal:
-            self.console.note(text)
+        """Return what each rank sampled, on the first rank."""
+        return self._ranks.gather((tokens, facts(groups), faults(failed)))
 
     def _open_alerts(self, step: int) -> None:
         """Open the file of alerts, and replay the steps before this start, whose alerts were already reported."""
@@ -287,10 +258,9 @@ class RunTracker:
         return Trackers(trackers, self._tolerant)
 
     def _show_phase(self, phase: str) -> None:
-        """Show the phase that begins, here and to the other ranks."""
+        """Show the phase that begins."""
         if phase != "step":  # all the others are inside it
             self.console.phase(phase)
-            self._waiting.phase(phase)
 
     def _store_episodes(
         self, step: int, groups: Sequence[Group], failed: Sequence[SampleState], **details: Any
@@ -306,13 +276,12 @@ class RunTracker:
         return ", ".join(filter(None, (self._run.path.resolve().name, model, algorithm.upper())))
 
     def _draw_curve(self, step: int) -> None:
-        from rl4llm.tracking.curve import plot_learning_curve  # noqa: PLC0415 - once or twice a run
+        from rl4llm.tracking.curve import picture  # noqa: PLC0415 - once or twice a run
 
         run = self._run
         with self._tolerant("learning curve"):
-            if plot_learning_curve(
-                run.metrics_file, read_jsonl(run.eval_file), run.curve_file, self._title()
-            ):
+            if png := picture(read_jsonl(run.metrics_file), read_jsonl(run.eval_file), self._title()):
+                write_atomically(run.curve_file, png)
                 self._trackers.picture(step, "learning_curve", run.curve_file)
                 self._drawn = step
 

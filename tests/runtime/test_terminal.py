@@ -1,18 +1,38 @@
 """What others wrote is shown on terminals and never obeyed."""
 
+import fcntl
+import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 from rich.panel import Panel
 from rich.table import Table
-from tracking.screen import Screen
 
 from rl4llm.runtime.terminal import Terminal, visible
 from rl4llm.tracking.console import Console
 
 HOSTILE = "a\x1b]0;TITLE\x07\x1b[2J\x9b2J\x08\r\x7f\u202eb\u2066\u200f\u061c\u200b\u2028\ufeff\U000e0041c"
 SHOWN = r"a\x1b]0;TITLE\x07\x1b[2J\x9b2J\x08\x0d\x7f\u202eb\u2066\u200f\u061c\u200b\u2028\ufeff\U000e0041c"
+
+
+SOURCES = (
+    "said",
+    "result",
+    "title",
+    "cell",
+    "noted",
+    "warned",
+    "logged",
+    "warning",
+    "thread",
+    "unraisable",
+    "error",
+)
 
 
 def test_controls_become_escapes_and_the_rest_stays():
@@ -63,7 +83,7 @@ text = {hostile!r}
 def command(arguments):
     say("said " + text)
     show("result " + text, Facts("name", "title " + text, ["column"], [["cell " + text + text]]).table())
-    with Console(2, {mode!r}, title=text, waiting=lambda: ["waits " + text]) as console:
+    with Console(2, {mode!r}) as console:
         console.note("noted " + text)
         console.warn("warned " + text)
         console.table([[text, "cell"]], title="table")
@@ -86,30 +106,31 @@ cli.console_script()
 """
 
 
-@pytest.mark.parametrize(("mode", "debug"), [("auto", False), ("plain", True)])
-def test_a_run_on_a_terminal_obeys_no_foreign_text(mode, debug):
-    screen = Screen.of(EVERYWHERE.format(hostile=HOSTILE, mode=mode, debug=debug), columns=300, rows=100)
-    assert screen.ended() == 1
-    raw = screen.raw.decode()
-    assert not {"\x1b]", "\x1b[2J", "\x9b", "\x07", "\x08", "\x7f", "\u202e", "\u2066", "\u200f"} & {
-        part for part in ("\x1b]", "\x1b[2J", *set(raw)) if part in raw
-    }
-    lines = "\n".join(screen.lines())
-    for what in (
-        "said",
-        "result",
-        "title",
-        "cell",
-        "noted",
-        "warned",
-        "logged",
-        "warning",
-        "thread",
-        "unraisable",
-        "error",
-    ):
-        assert f"{what} {SHOWN}" in lines, what
-    assert ("\x1b[1;3" in raw) == (mode == "auto")  # a warning is bold and coloured
+def on_terminal(code):
+    """Return the exit code of a program on a wide terminal, and what it wrote there."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 100, 300, 0, 0))
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environ | {"TERM": "xterm"}, **streams)
+    os.close(theirs)
+    raw = b""
+    try:
+        while data := os.read(ours, 65536):
+            raw += data
+    except OSError:  # the program has ended
+        os.close(ours)
+    return process.wait(), raw.decode()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_run_on_a_terminal_obeys_no_foreign_text(debug):
+    code, raw = on_terminal(EVERYWHERE.format(hostile=HOSTILE, mode="auto", debug=debug))
+    assert code == 1
+    text = re.sub(r"\x1b\[[0-9;]*m", "", raw)  # colours
+    assert not re.search("[\x1b\x9b\x07\x08\x7f\u202e\u2066\u200f]", text)
+    for what in SOURCES:
+        assert f"{what} {SHOWN}" in text, what
 
 
 def test_a_line_in_a_log_file_is_escaped_too(tmp_path):

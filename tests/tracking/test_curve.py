@@ -1,74 +1,55 @@
-import json
+import io
+import math
 
-import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from rl4llm.core.errors import DataError
-from rl4llm.tracking.curve import BLUE, ORANGE, plot_learning_curve, smooth
+from rl4llm.tracking.curve import BLUE, ORANGE, bars, mean, picture, points, smooth
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def has_colour(picture, colour):
+def has_colour(png, colour):
     wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return bool((abs(picture[..., :3] - wanted) < 0.01).all(-1).any())
+    return bool((abs(imread(io.BytesIO(png))[..., :3] - wanted) < 0.01).all(-1).any())
 
 
-def test_the_picture_has_one_panel_per_available_curve(tmp_path):
-    metrics = write(tmp_path / "m.jsonl", [{"step": step, "reward/mean": step / 30} for step in range(1, 31)])
+def test_the_picture_has_one_panel_per_available_curve():
+    rows = [{"step": step, "reward/mean": step / 30, "loss": 1 / step} for step in range(1, 31)]
     evaluations = [{"step": step, "accuracy": step / 30} for step in (0, 10, 20, 30)]
-    assert plot_learning_curve(metrics, evaluations, tmp_path / "both.png")
-    assert plot_learning_curve(metrics, [], tmp_path / "reward.png")
-    both, reward = imread(tmp_path / "both.png"), imread(tmp_path / "reward.png")
+    both, reward = picture(rows, evaluations, "a $run"), picture(rows, [], "a $run")
     assert has_colour(both, BLUE) and has_colour(both, ORANGE)
     assert has_colour(reward, ORANGE) and not has_colour(reward, BLUE)
-    assert reward.shape[0] < both.shape[0]
+    assert imread(io.BytesIO(reward)).shape[0] < imread(io.BytesIO(both)).shape[0]
+    loss = [{"step": row["step"], "loss": row["loss"]} for row in rows]
+    assert picture(loss, [], "") not in (picture(rows, [], ""), b"")
 
 
-def test_the_picture_has_the_title_it_is_given(tmp_path, monkeypatch):
-    titles = []
-    monkeypatch.setattr(Figure, "suptitle", lambda self, text, **_: titles.append(text))
-    metrics = write(tmp_path / "m.jsonl", [{"step": step, "reward/mean": 0.5} for step in (1, 2)])
-    assert plot_learning_curve(metrics, [], tmp_path / "curve.png", "a $run, model, GRPO")
-    assert titles == ["a $run, model, GRPO"]
-
-
-@pytest.mark.parametrize("shares", [[0.141, 0.163, 1], [0.004, 0.285, 1], [0.9, 0.5, 0], [1, 1]], ids=str)
-def test_labels_touch_neither_line_nor_axis(tmp_path, monkeypatch, shares):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    evaluations = [{"step": 20 * at, "accuracy": share} for at, share in enumerate(shares)]
-    assert plot_learning_curve(tmp_path / "absent.jsonl", evaluations, tmp_path / "curve.png")
-    drawn[0].canvas.draw()
-    (axes,) = drawn[0].axes
-    line = axes.transData.transform_path(axes.lines[0].get_path())
-    boxes = [label.get_window_extent() for label in axes.texts]
-    assert len(boxes) == 2
-    for box in boxes:
-        assert not line.intersects_bbox(box, filled=False)
-        assert axes.bbox.x0 < box.x0 and axes.bbox.y0 <= box.y0 + 1 and box.x1 <= drawn[0].bbox.x1
-
-
-def test_a_single_point_is_not_drawn(tmp_path):
+def test_a_single_point_is_not_drawn():
     rows = [{"step": 1, "reward/mean": None}, {"step": 2, "loss": 1.0}, {"step": 3, "reward/mean": 0.5}]
-    metrics = write(tmp_path / "m.jsonl", rows)
-    assert not plot_learning_curve(metrics, [], tmp_path / "curve.png")
-    assert not plot_learning_curve(tmp_path / "absent.jsonl", [], tmp_path / "curve.png")
-    assert not (tmp_path / "curve.png").exists()
+    assert picture(rows, [], "") == picture([], [], "") == b""
 
 
-def test_a_damaged_log_is_named(tmp_path):
-    (tmp_path / "m.jsonl").write_text('{"step"\n{"step": 2}\n')
-    with pytest.raises(DataError, match=r"m\.jsonl:1"):
-        plot_learning_curve(tmp_path / "m.jsonl", [], tmp_path / "curve.png")
+def test_points_are_finite_and_the_last_of_their_step():
+    rows = [
+        {"step": 2, "x": 1},
+        {"step": 1, "x": math.nan},
+        {"step": 2, "x": 3},
+        {"step": 0, "x": 0.5},
+        {"step": 4},
+    ]
+    assert points(rows, "x") == [(0, 0.5), (2, 3.0)]
+
+
+def test_mean_of_runs_is_over_those_that_have_the_step():
+    assert mean([[(1, 0.0), (2, 1.0)], [(2, 2.0), (3, 4.0)]]) == [(1, 0.0), (2, 1.5), (3, 4.0)]
+
+
+def test_bars_are_means_of_about_as_many_points():
+    assert bars([(step, float(step > 50)) for step in range(1, 101)]) == (
+        f"{'▁' * 20}{'█' * 20} 0.000 → 1.000  steps 1 to 100"
+    )
+    assert bars([(3, 2.0)]) == "▁ 2.000 → 2.000  steps 3 to 3"
 
 
 def test_smoothing_keeps_length_and_level_and_calms_noise():
     assert smooth([2.0] * 7) == [2.0] * 7
-    noisy = [0.0, 1.0] * 50
-    calm = smooth(noisy)
+    calm = smooth([0.0, 1.0] * 50)
     assert len(calm) == 100 and max(calm) - min(calm) < 0.4

@@ -1,7 +1,6 @@
 """Several ranks are one trainer: the same steps, one writer, and a checkpoint that any number of ranks can resume."""
 
 import asyncio
-import io
 import json
 import os
 import sys
@@ -23,10 +22,8 @@ from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.envs import stored
 from rl4llm.runs.checkpoint import latest_checkpoint
-from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.watchdog import Watchdog
-from rl4llm.tracking.run import RunTracker
 
 
 class Letters(BaseRewardFunction):
@@ -505,26 +502,3 @@ def test_a_run_that_must_end_stays_ended_after_a_hang(tmp_path):
 def test_one_process_alone_is_not_watched(alone):
     with Watchdog(alone, deadline_s=0.01) as watchdog, watchdog.phase("rollout"):
         torch.ones(1)
-
-
-def test_the_first_rank_prints_warnings_of_other_ranks_once(tmp_path, on_ranks):
-    first, second = on_ranks(warn_on_a_terminal, str(tmp_path))
-    assert first == "Warning: all of us\nWarning: rank 1: only I\nWarning: rank 1: later\n"
-    assert second == "Warning: rank 1: too late\n"
-
-
-def warn_on_a_terminal(ranks, path):
-    run = RunDir(path)
-    tracker = RunTracker(run, total_steps=5, trackers=(), ranks=ranks, console="quiet")
-    tracker.console._file, tracker.console.on_terminal = io.StringIO(), not ranks.is_first
-    tracker.begin(-1)
-    tracker.warn("all of us")
-    for texts in (["only I", "only I"], ["later"], []):
-        for text in texts if not ranks.is_first else ():
-            tracker.warn(text)
-        tracker.step(1, [], [], [{"loss": 1.0}], tokens=1)
-    if not ranks.is_first:
-        tracker.warn("too late")
-    tracker.console.on_terminal = False  # so that the text is written as it is
-    tracker.close()
-    return tracker.console._file.getvalue()

@@ -1,7 +1,8 @@
-"""A run in a notebook: a picture below the cell that grows while it trains, and its page."""
+"""A run in a notebook: numbers and a picture below the cell that follow it while it trains, and its page."""
 
 from __future__ import annotations
 
+import base64
 import html
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -9,93 +10,78 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import DataError
-from rl4llm.extensions.view.drawing import Curve, draw
 from rl4llm.extensions.view.export import report
 from rl4llm.extensions.view.run import find_runs
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime.threads import repeated
-from rl4llm.tracking.console import LONG_S, Console, duration
+from rl4llm.tracking.console import Console, duration
+from rl4llm.tracking.curve import picture
 from rl4llm.tracking.tracker import read_jsonl
 
-REFRESH_S = 1.0
+REFRESH_S = 5.0  # drawing takes a tenth of a second
 PAGE_PIXELS = 720
 BASE = '<base href="about:srcdoc">'  # without it links in a frame lead to the notebook
 BETWEEN = " \N{MIDDLE DOT} "
 
 
 class NotebookConsole(Console):
-    """Shows a run as one picture, which is replaced at most once per `REFRESH_S`; the saved notebook keeps the last one.
+    """Shows a run as its numbers above its curves, which are replaced at most once per `REFRESH_S`.
 
-    It has the step, the numbers of the terminal's panel, and the curves of reward (or loss) and held-out success, also those
-    from before a resume. Warnings and notes appear as text.
+    The saved notebook keeps the last ones. They include those from before a resume. Warnings and notes appear as text.
     """
 
-    def __init__(self, run: RunDir, *given: Any, **options: Any):
-        super().__init__(*given, **options)
+    def __init__(self, run: RunDir, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
         self._run = run
         self._handle: Any = None
-        self._shown = ""
-        self._reward: list[tuple[int, float]] = []
-        self._loss: list[tuple[int, float]] = []
-        self._success: list[tuple[int, float]] = []
-        self._over = False
-        self._drawing, self._entered = ExitStack(), False
+        self._phase = "starting"
+        self._rows: list[Mapping[str, Any]] = []
+        self._evaluations: list[Mapping[str, Any]] = []
+        self._drawn, self._image = (0, 0), ""
+        self._drawing = ExitStack()
 
     def __enter__(self) -> NotebookConsole:
         self._progress.start()
         with suppress(OSError, DataError):  # the tracker has reported it; earlier points are missing
-            for row in read_jsonl(self._run.metrics_file):
-                self._take(row["step"], row)
-            for row in read_jsonl(self._run.eval_file):
-                self._take_success(row["step"], row)
-        self._progress.step = max((step for step, _ in (*self._reward, *self._loss)), default=0)
+            self._rows += read_jsonl(self._run.metrics_file)
+            self._evaluations += read_jsonl(self._run.eval_file)
+        self._progress.step = max((row["step"] for row in self._rows), default=0)
         self._show()
         self._drawing.enter_context(repeated(REFRESH_S, self._show, "notebook"))
-        self._entered = True
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if not self._entered:
+        if self._handle is None:
             return
-        self._over = True
         self._drawing.close()
         progress = self._progress
-        progress.begin("finished" if progress.step >= progress.total_steps else "stopped")
+        self._phase = "finished" if progress.step >= progress.total_steps else "stopped"
         self._show()
 
     def phase(self, name: str) -> None:
-        self._progress.begin(name)
+        self._phase = name
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._progress.take_step(step, metrics)
-        self._take(step, metrics)
+        self._rows.append({"step": step, **metrics})
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._progress.take_evaluation(step, metrics)
-        self._take_success(step, metrics)
+        self._evaluations.append({"step": step, **metrics})
 
     def table(self, rows: Sequence[Sequence[Any]], header: Sequence[str] = (), title: str = "") -> None:
         """Show nothing: tables are for terminals and logs."""
 
-    def _take(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, points in (("reward/mean", self._reward), ("loss", self._loss)):
-            if metrics.get(name) is not None:
-                points.append((step, metrics[name]))
-
-    def _take_success(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if metrics.get("accuracy") is not None:
-            self._success.append((step, metrics["accuracy"]))
-
     def _show(self) -> None:
-        """Replace the picture if it changed; one thread at a time calls it."""
+        """Replace what the cell shows; one thread at a time calls it."""
+        rows, evaluations = list(self._rows), list(self._evaluations)
+        if self._drawn != (len(rows), len(evaluations)):
+            self._drawn = len(rows), len(evaluations)
+            png = base64.b64encode(picture(rows, evaluations, self._run.path.resolve().name)).decode()
+            self._image = f'<img alt="curves" width="720" src="data:image/png;base64,{png}">' if png else ""
         lines = self._lines()
-        learned = Curve("reward", tuple(self._reward)) if self._reward else Curve("loss", tuple(self._loss))
-        success = Curve("held-out success", tuple(self._success), percent=True)
-        picture = draw(lines, [learned, success], self._progress.total_steps)
-        if picture == self._shown:
-            return
-        self._shown = picture
-        bundle = {"image/svg+xml": picture, "text/plain": BETWEEN.join(lines)}
+        text = html.escape("\n".join(lines))
+        bundle = {"text/html": f"<pre>{text}</pre>{self._image}", "text/plain": BETWEEN.join(lines)}
         if self._handle is None:
             from IPython.display import display  # noqa: PLC0415 - the kernel has it
 
@@ -104,18 +90,15 @@ class NotebookConsole(Console):
             self._handle.update(bundle, raw=True)
 
     def _lines(self) -> list[str]:
-        """Return the lines above the curves: where the run is, its numbers, alerts, and who waits for whom."""
+        """Return the lines above the curves: where the run is, its numbers, and alerts."""
         progress = self._progress
-        seconds, left = progress.phase_seconds, progress.seconds_left
-        doing = progress.phase + (f" {duration(seconds)}" if seconds >= LONG_S and not self._over else "")
-        times = duration(progress.seconds) + (f", {duration(left)} left" if left and not self._over else "")
-        first = BETWEEN.join(
-            [self._run.path.resolve().name, f"step {progress.step}/{progress.total_steps}", doing, times]
-        )
+        left = progress.seconds_left
+        times = duration(progress.seconds) + (f", {duration(left)} left" if left else "")
+        where = f"step {progress.step}/{progress.total_steps}"
+        first = BETWEEN.join([self._run.path.resolve().name, where, self._phase, times])
         numbers = BETWEEN.join(f"{label} {text}" for label, text in progress.facts())
-        alerts = ", ".join(f"{name} since step {step}" for name, step in progress.alerts.items())
-        lines = [first, numbers, f"alert: {alerts}" if alerts else "", *self._waiting()]
-        return [line for line in lines if line]
+        alerts = [f"alert: {name} since step {step}" for name, step in progress.alerts.items()]
+        return [line for line in (first, numbers, *alerts) if line]
 
 
 class NotebookPage:
