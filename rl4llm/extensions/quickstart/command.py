@@ -32,9 +32,6 @@ def add(actions: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rl4llm.extensions.quickstart.directory import check_directory
-
-    check_directory(arguments.dir, arguments.seed)
     say("About six minutes on a CPU, once torch is imported. Ctrl-C stops cleanly; the same command resumes.")
     from rl4llm.config import CONFIGS
     from rl4llm.extensions.quickstart.run import quickstart

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
-from rl4llm.commands.output import table
+from rl4llm.commands.output import show, table
 from rl4llm.compose import build_trainer
 from rl4llm.config import Config, load_config
 from rl4llm.core.registry import from_extension
 from rl4llm.extensions.quickstart.demonstrations import demonstrations
-from rl4llm.extensions.quickstart.directory import mark_directory
 from rl4llm.runs.run_dir import replace_directory, write_atomically
-from rl4llm.runtime.terminal import Terminal
 from rl4llm.tracking.tracker import read_jsonl
 
 ONE_CORE: Mapping[str, str | int] = {"threads": 1, "model.autocast": "none"}
@@ -32,7 +28,6 @@ def quickstart(directory: Path, *, seed: int, configs: Path, asynchronous: bool 
 
     If `asynchronous`, the last of its three parts is another run, for which a server samples while the trainer learns.
     """
-    console = Terminal()
     started = time.monotonic()
     model, warm, data = directory / "model", directory / "warm", directory / "data" / "train.jsonl"
     warm_up = _configured(
@@ -41,21 +36,20 @@ def quickstart(directory: Path, *, seed: int, configs: Path, asynchronous: bool 
     run = directory / ("async" if asynchronous else "grpo")
     grpo = partial(_configured, configs / "quickstart.yaml", seed, warm, run)
     grpo()  # refuses a wrong one before anything starts
-    mark_directory(directory, seed)
-    console.rule("1/3  build a small model")
+    show("1/3  build a small model")
     if not data.exists():
         data.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(data, "".join(json.dumps(row) + "\n" for row in demonstrations(seed)))
     _write_model(model, data, seed)
-    console.rule("2/3  warm-up on demonstrations, first clean, then sloppy")
+    show("2/3  warm-up on demonstrations, first clean, then sloppy")
     if not _warm_up(warm_up, warm):
         return False
-    console.rule("3/3  train with GRPO")
+    show("3/3  train with GRPO")
     with _keys(warm, directory / "server.log", asynchronous) as keys, build_trainer(grpo(keys)) as trainer:
         trainer.train()
         finished = not trainer.stopped
     if finished:
-        _show(console, run, time.monotonic() - started)
+        _show(run, time.monotonic() - started)
     return finished
 
 
@@ -104,60 +98,22 @@ def _warm_up(config: Config, result: Path) -> bool:
     return True
 
 
-def _show(console: Terminal, run: Path, seconds: float) -> None:
+def _show(run: Path, seconds: float) -> None:
+    """Print the held-out results of a run, where its files are, and the commands to see them."""
     rows = read_jsonl(run / "eval.jsonl")
     if rows:  # none with eval.every=0
-        _show_progress(console, rows)
-    steps = [row for row in read_jsonl(run / "metrics.jsonl") if "staleness" in row]
-    if steps:
-        _show_waiting(console, steps)
-    _show_files(console, run, seconds)
-
-
-def _show_progress(console: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
-    shown = [
-        (f"{row['step']:g}", f"{row['accuracy']:.1%}", f"{row['reward/mean']:.3f}", f"{row['turns']:.1f}")
-        for row in rows
-    ]
-    console.print(table("held-out problems, greedy", ("step", "held-out success", "reward", "turns"), shown))
-    first, last = rows[0], rows[-1]
-    console.print(
-        f"The policy solves {last['accuracy']:.1%} of the held-out problems, {first['accuracy']:.1%} before training. "
-        f"It learned to ask the calculator: {last['turns']:.1f} turns an episode, {first['turns']:.1f} before."
+        lines = [
+            (f"{row['step']:g}", f"{row['accuracy']:.1%}", f"{row['reward/mean']:.3f}", f"{row['turns']:.1f}")
+            for row in rows
+        ]
+        show(table("held-out problems, greedy", ("step", "held-out success", "reward", "turns"), lines))
+        first, last = rows[0], rows[-1]
+        show(
+            f"The policy solves {last['accuracy']:.1%} of the held-out problems, {first['accuracy']:.1%} before training. "
+            f"It learned to ask the calculator: {last['turns']:.1f} turns an episode, {first['turns']:.1f} before."
+        )
+    show(
+        f"This start took {seconds / 60:.0f} min. {run} has learning_curve.png, metrics.jsonl, episodes and model.",
+        f"tensorboard --logdir {quote(str(run))}",
+        f"rl4llm view {quote(str(run))}",
     )
-
-
-def _show_waiting(console: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print how old the tokens were that trained, and which shares of the time trainer and server waited."""
-    steps = rows[1:] or rows  # the first step's episodes could not begin early
-    waited, total = (sum(row[f"time/{phase}"] for row in steps) for phase in ("rollout", "step"))
-    age, idle = (sum(row[name] for row in steps) / len(steps) for name in ("staleness", "fleet/idle"))
-    console.print(
-        f"A token that trained was {age:.2f} versions of the weights old on average. The trainer waited for episodes "
-        f"{waited / total:.0%} of its time, and the server had no request {idle:.0%} of the time."
-    )
-
-
-def _show_files(console: Terminal, run: Path, seconds: float) -> None:
-    """Print where the results of a run are, how long it took, and the commands to see them."""
-    names = {
-        "learning curve": "learning_curve.png",
-        "metrics": "metrics.jsonl",
-        "episodes": "episodes",
-        "model": "model",
-    }
-    facts: dict[str, object] = {what: run / name for what, name in names.items()}
-    minutes, rest = divmod(round(seconds), 60)
-    facts["this start took"] = f"{minutes} min {rest} s"
-    facts["TensorBoard"] = f"tensorboard --logdir {quote(str(run))}"
-    facts["look at it"] = f"{quote(_program())} view {quote(str(run))}"
-    for what, fact in facts.items():
-        console.print(f"{what:>15}: {fact}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _program() -> str:
-    """Return the command for `rl4llm`: a script may have it on its PATH, but not the shell."""
-    path = Path(sys.argv[0])
-    if path.name != "rl4llm":
-        return "rl4llm"
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
