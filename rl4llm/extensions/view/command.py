@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_json
 from rl4llm.commands.output import say, write_json
-from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import load
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 
 def add(commands: Any) -> None:
@@ -29,7 +23,13 @@ def add(commands: Any) -> None:
     command.add_argument(
         "runs", nargs="+", metavar="RUN", help="output.dir of a run, or a directory above runs"
     )
-    add_address(command)
+    command.add_argument(
+        "--port",
+        type=int,
+        help="port on 127.0.0.1; 0 for any free one (default: the first free one from 6100)",
+    )
+    about = "serve the page to every user of this machine, without the token that this start creates"
+    command.add_argument("--no-token", action="store_true", help=about)
     instead = command.add_mutually_exclusive_group()
     instead.add_argument("--export", metavar="FILE", help="write everything into one HTML file instead")
     about = "print the main curves and a few episodes as text instead"
@@ -47,11 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.view.bands import described
     from rl4llm.extensions.view.export import export
     from rl4llm.extensions.view.run import find_runs
-    from rl4llm.extensions.view.server import application
+    from rl4llm.extensions.view.server import serve
 
     runs = find_runs(arguments.runs)
-    if arguments.episodes < 0:
-        raise ConfigError(f"--episodes {arguments.episodes} is not accepted. Accepted: 0 or more.")
     if arguments.json:
         write_json(described(runs))
         return 0
@@ -63,29 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"{arguments.export}: {len(runs)} run(s), {count} episode(s)")
         return 0
 
-    names = ", ".join(run.name for run in runs)
-    serve_page(arguments, partial(application, runs), f"shows {names}")
-    return 0
-
-
-def add_address(command: argparse.ArgumentParser) -> None:
-    """Add the options `--port` and `--no-token`."""
-    command.add_argument(
-        "--port",
-        type=int,
-        help="port on 127.0.0.1; 0 for any free one (default: the first free one from 6100)",
-    )
-    about = "serve the page to every user of this machine, without the token that this start creates"
-    command.add_argument("--no-token", action="store_true", help=about)
-
-
-def serve_page(
-    arguments: argparse.Namespace, application: Callable[[str], web.Application], does: str
-) -> None:
-    """Serve a page until Ctrl-C at the address of these options, and print it with what the page `does`."""
-    from rl4llm.extensions.view.server import serve
-
     def ready(url: str) -> None:
-        say(f"{url}  {does}. Ctrl-C stops it.")
+        say(f"{url}  shows {', '.join(run.name for run in runs)}. Ctrl-C stops it.")
 
-    serve(application, arguments.port, ready, with_token=not arguments.no_token)
+    serve(runs, arguments.port, ready, with_token=not arguments.no_token)
+    return 0

@@ -16,7 +16,7 @@ import yaml
 from rl4llm.core.errors import RunDirError
 from rl4llm.core.redact import redacted
 from rl4llm.extensions.view.index import EpisodeIndex
-from rl4llm.extensions.view.story import Totals, episodes, headline, histogram
+from rl4llm.extensions.view.story import Totals, episodes, headline
 from rl4llm.extensions.view.texts import TokenTexts
 from rl4llm.runs.lock import is_locked
 from rl4llm.runs.run_dir import RunDir, dotted
@@ -95,9 +95,7 @@ class ViewedRun:
             start = part["next"]
 
     def story(self) -> dict[str, Any]:
-        """Return what happened so far, in words, the numbers of a few episodes of this generation of the index, and the
-        `rewards` of each step, see `histogram`.
-        """
+        """Return what happened so far, in words, and the numbers of a few episodes of this generation of the index."""
         with self._lock:
             while (part := self.metrics(self._read))["rows"] or part["reset"]:
                 self._totals = Totals() if part["reset"] else self._totals
@@ -105,8 +103,7 @@ class ViewedRun:
                 self._read = part["next"]
             state = self.index.generation, len(self.index.rows)
             if self._chosen[0] != state:
-                rows = self.index.rows[: state[1]]
-                self._chosen = state, {**episodes(rows), "rewards": histogram(rows)}
+                self._chosen = state, episodes(self.index.rows[: state[1]])
             return {"generation": state[0], **headline(self._totals, self.about()), **self._chosen[1]}
 
     def _alerts(self) -> list[dict[str, Any]]:

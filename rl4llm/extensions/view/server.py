@@ -2,7 +2,7 @@
 
     GET /                                the page; its modules and styles are under /page/
     GET /api/runs                        a description of each run, and which ones are a band
-    GET /api/runs/0/story                what happened, episodes that show it, and the rewards of each step
+    GET /api/runs/0/story                what happened, and episodes that show it
     GET /api/runs/0/metrics?from=BYTE    rows of metrics from this byte
     GET /api/runs/0/episodes?from=N&generation=G      rows of the list of episodes from row N
     GET /api/runs/0/episodes/N?generation=G           one episode, the text of its tokens and its images
@@ -58,15 +58,9 @@ class ViewError(RL4LLMError):
 
 
 def serve(
-    application: Callable[[str], web.Application],
-    port: int | None,
-    ready: Callable[[str], None],
-    *,
-    with_token: bool = True,
+    runs: Sequence[ViewedRun], port: int | None, ready: Callable[[str], None], *, with_token: bool = True
 ) -> None:
-    """Serve a page until Ctrl-C; `ready` receives its address, with the token of this start unless that is disabled.
-
-    `application` makes the page's application from the token.
+    """Serve the page until Ctrl-C; `ready` receives its address, with the token of this start unless that is disabled.
 
     Without a port it uses the first free one of PORTS, with 0 any free one. Raises ViewError if the port is in use.
     """
@@ -76,7 +70,7 @@ def serve(
     async def started(app: web.Application) -> None:
         ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}")
 
-    app = application(token)
+    app = application(runs, token)
     app.on_startup.append(started)
     web.run_app(app, sock=listener, print=None, access_log=None, handle_signals=True, shutdown_timeout=1)
 
@@ -200,16 +194,9 @@ ANSWERS: dict[str, Callable[[web.Request], Any]] = {
 
 
 async def _answered(answer: Callable[[web.Request], Any], request: web.Request) -> web.Response:
-    return await json_of(partial(answer, request))
-
-
-async def json_of(make: Callable[[], Any]) -> web.Response:
-    """Return the result of `make`, which may read files, as JSON."""
-
-    def body() -> bytes:
-        return json.dumps(make()).encode("ascii")
-
-    return web.Response(body=await asyncio.to_thread(body), content_type="application/json")
+    """Return an answer, which may read files, as JSON."""
+    body = await asyncio.to_thread(lambda: json.dumps(answer(request)).encode("ascii"))
+    return web.Response(body=body, content_type="application/json")
 
 
 def _run(request: web.Request) -> ViewedRun:

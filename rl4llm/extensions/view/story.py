@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -34,9 +33,6 @@ ENDS = 5  # training steps that are averaged at either end
 PHASES = ("time/step", "time/evaluate", "time/checkpoint")
 SHOWN, SUSPICIOUS = 3, 2
 MISMATCH = "the largest log-prob mismatch"
-DROP = 0.02  # of the best value, from which on the headline names it too
-SET, STEP, REWARD, MORE = (COLUMNS.index(name) for name in ("set", "step", "reward", "more"))
-LEVELS, BINS, MOST_COLUMNS = 12, 16, 120
 
 
 @dataclass(slots=True)
@@ -45,7 +41,7 @@ class Totals:
 
     seconds: float = 0.0
     step: int = 0
-    values: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -53,23 +49,24 @@ class Totals:
             self.seconds += sum(_number(row.get(phase)) or 0.0 for phase in PHASES)
             for name in OUTCOMES:
                 if (value := _number(row.get(name))) is not None:
-                    self.values[name].append((int(row["step"]), value))
+                    self.values[name].append(value)
 
 
 def headline(totals: Totals, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sentence of a run, and its parts."""
+    """Return the sentence of a run, that of its alerts, and its steps."""
     config = about["config"]
-    parts = [_outcome(totals), f"{totals.step:,} step{'' if totals.step == 1 else 's'}"]
-    parts[0] = f"{parts[0]} in {parts[1]}" if parts[0] else parts[1]
-    told = [parts[0] + (" so far" if about["running"] else "")]
+    steps = f"{totals.step:,} step{'s' * (totals.step != 1)}"
+    outcome = _outcome(totals)
+    facts = [f"{outcome} in {steps}" if outcome else steps]
+    facts[0] += " so far" * about["running"]
     if totals.seconds:
-        told.append(duration(totals.seconds))
+        facts.append(duration(totals.seconds))
     model = str(config.get("model.path") or "")
     if model and "${" not in model:  # a variable of the environment, of which only its name is stored
-        told.append(PurePath(model.removesuffix("/model")).name)  # of a run, its name
+        facts.append(PurePath(model.removesuffix("/model")).name)  # of a run, its name
     if algorithm := str(config.get("algorithm.name") or ""):
-        told.append(algorithm.upper().replace("_", " "))
-    text = ", ".join(told)
+        facts.append(algorithm.upper().replace("_", " "))
+    text = ", ".join(facts)
     return {"text": text[:1].upper() + text[1:], "alerts": _alerts(about["alerts"]), "steps": totals.step}
 
 
@@ -80,36 +77,6 @@ def episodes(rows: Sequence[Sequence[Any]]) -> dict[str, list[dict[str, Any]]]:
     shown = _distinct(_typical(scored), SHOWN)
     suspicious = _distinct(_suspects(listed, scored), SUSPICIOUS)
     return {"shown": shown, "suspicious": suspicious}
-
-
-def histogram(rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return `bins`, a list of [lowest, highest] reward, and `columns`, a list of [first step, last step, counts].
-
-    Count the stored training episodes of the policy. With at most LEVELS different rewards each is a bin.
-    """
-    rewards: dict[int, list[float]] = defaultdict(list)
-    for row in rows:
-        scored = (
-            isinstance(row[REWARD], int | float)
-            and math.isfinite(row[REWARD])
-            and not row[MORE].get("frozen")
-        )
-        if scored and row[SET] == "step" and isinstance(row[STEP], int):
-            rewards[row[STEP]].append(float(row[REWARD]))
-    levels = sorted({reward for own in rewards.values() for reward in own})
-    if len(levels) <= LEVELS:
-        bins = [[level, level] for level in levels]
-        place = {level: number for number, level in enumerate(levels)}
-    else:
-        width = levels[-1] / BINS - levels[0] / BINS
-        bins = [[levels[0] + i * width, levels[0] + (i + 1) * width] for i in range(BINS)]
-        place = {level: min(BINS - 1, int(level / width - levels[0] / width)) for level in levels}
-    columns = []
-    ordered, size = sorted(rewards), -(-len(rewards) // MOST_COLUMNS)
-    for steps in (ordered[start : start + size] for start in range(0, len(ordered), size or 1)):
-        counts = Counter(place[reward] for step in steps for reward in rewards[step])
-        columns.append([steps[0], steps[-1], [counts[number] for number in range(len(bins))]])
-    return {"bins": bins, "columns": columns}
 
 
 def duration(seconds: float) -> str:
@@ -126,16 +93,12 @@ def duration(seconds: float) -> str:
 
 def _outcome(totals: Totals) -> str:
     for name, words in OUTCOMES.items():
-        points = totals.values.get(name, [])
-        if len(points) > 1:
-            values = [value for _, value in points]
+        values = totals.values.get(name, [])
+        if len(values) > 1:
             ends = ENDS if not name.startswith("eval/") and len(values) >= 2 * ENDS else 1
             first, last = statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
             shown = _percent if "accuracy" in name else _plain
-            text = f"{words} {shown(first)} \u2192 {shown(last)}"
-            step, best = max(points, key=lambda point: point[1])
-            falls = "loss" not in words and ends == 1 and best - last > DROP * max(1.0, abs(best))
-            return f"{text} (best {shown(best)} at step {step})" if falls else text
+            return f"{words} {shown(first)} \u2192 {shown(last)}"
     return ""
 
 
@@ -155,67 +118,37 @@ def _span(alert: Mapping[str, Any]) -> str:
 
 
 def _typical(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
-    """Yield an early failure and a late success, what is still wrong, the best of a group that differs, and high rewards."""
-    rewards = [row["reward"] for row in rows]
-    lowest, highest = min(rewards, default=0.0), max(rewards, default=0.0)
-    pair = _pair([row for row in rows if row["set"] == "eval"]) or _pair(rows)
-    if pair:
-        early, late = pair
-        yield (
-            early,
-            f"{'an early failure' if early['reward'] == lowest else 'an early answer'}, {_where(early)}",
-        )
-        which = "the same prompt" if early["prompt"] == late["prompt"] else "another prompt"
-        yield late, f"{which}, {_where(late)}: reward {_plain(late['reward'])}"
+    """Yield an early and a late episode of a prompt, what is still wrong, and high rewards."""
+    if pair := _pair([row for row in rows if row["set"] == "eval"]) or _pair(rows):
+        for row, why in zip(pair, ("an early answer", "the same prompt"), strict=True):
+            yield row, f"{why}, {_where(row)}: reward {_plain(row['reward'])}"
     evaluated = [row for row in rows if row["set"] == "eval" and isinstance(row["step"], int)]
     last = max((row["step"] for row in evaluated), default=None)
+    lowest, highest = (end((row["reward"] for row in rows), default=0.0) for end in (min, max))
     wrong = [row for row in evaluated if row["step"] == last and row["reward"] == lowest < highest]
-    if wrong:
-        yield wrong[0], f"still wrong, {_where(wrong[0])}"
-    mixed = _mixed(rows)
-    if mixed:
-        yield (
-            max(mixed, key=lambda row: row["reward"]),
-            f"the best of a group that differs, {_where(mixed[0])}",
-        )
+    for row in wrong[:1]:
+        yield row, f"still wrong, {_where(row)}"
     for row in sorted(rows, key=lambda row: -row["reward"])[:SHOWN]:
         yield row, f"among the highest rewards, {_where(row)}"
 
 
 def _pair(rows: Sequence[Row]) -> tuple[Row, Row] | None:
-    """Return the worst row of the first and the best of the last step: of the prompt that gained most, else of all."""
-    by_prompt: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    """Return the worst row of the first step and the best of the last, of the prompt that gained most between them."""
+    prompts: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        by_prompt[(row["prompt"], row["role"])].append(row)
-
-    def gain(pair: tuple[Row, Row]) -> float:
-        return float(pair[1]["reward"] - pair[0]["reward"])
-
-    pairs = [pair for own in by_prompt.values() if (pair := _worst_and_best(own))]
-    found = (max(pairs, key=gain, default=None), _worst_and_best(rows))
-    return next((pair for pair in found if pair and gain(pair) > 0), None)
-
-
-def _worst_and_best(rows: Sequence[Row]) -> tuple[Row, Row] | None:
-    steps = {row["step"] for row in rows if isinstance(row["step"], int)}
-    if len(steps) < 2:
-        return None
-    first, last = ([row for row in rows if row["step"] == end] for end in (min(steps), max(steps)))
-    return min(first, key=lambda row: row["reward"]), max(last, key=lambda row: row["reward"])
-
-
-def _mixed(rows: Sequence[Row]) -> list[Row]:
-    """Return the training group whose rewards differ most, of the latest step with one that differs."""
-    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        if row["set"] == "step" and isinstance(row["step"], int):
-            groups[(row["step"], row["file"], row["prompt"], row["role"])].append(row)
-    differing = [own for own in groups.values() if len({row["reward"] for row in own}) > 1]
-    return max(
-        differing,
-        key=lambda own: (own[0]["step"], statistics.pstdev(row["reward"] for row in own)),
-        default=[],
-    )
+        if isinstance(row["step"], int):
+            prompts[(row["prompt"], row["role"])].append(row)
+    pairs = [
+        (
+            min(group, key=lambda row: (row["step"], row["reward"])),
+            max(group, key=lambda row: (row["step"], row["reward"])),
+        )
+        for group in prompts.values()
+    ]
+    pairs = [
+        pair for pair in pairs if pair[0]["step"] < pair[1]["step"] and pair[0]["reward"] < pair[1]["reward"]
+    ]
+    return max(pairs, key=lambda pair: pair[1]["reward"] - pair[0]["reward"], default=None)
 
 
 def _suspects(listed: Sequence[Row], scored: Sequence[Row]) -> Iterator[tuple[Row, str]]:

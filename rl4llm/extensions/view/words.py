@@ -9,9 +9,8 @@ from typing import Any
 
 LONGEST = 160  # characters of a line
 SEEN = 4000  # characters of an answer that are searched for oddities
-WORDS, RUN = 4, 12  # words of a phrase; equal letters in a row
+WORDS = 4  # of a phrase
 REPEATED = 0.5  # of the phrases of an answer
-FOREIGN = 0.2  # of the letters of an answer
 
 
 def dicts_in(value: Any) -> list[dict[str, Any]]:
@@ -33,15 +32,15 @@ def lines_of(messages: Any, turns: Any) -> tuple[str, str, str]:
     own = [one for one in found[first:] if one.get("role") == "assistant"]
     question = _text(asked[-1]) if asked else ""
     answer = _text(own[-1]) if own else ""
-    return _line(question), _line(answer), odd(question, "\n".join(map(_text, own))) if own else ""
+    return _line(question), _line(answer), odd("\n".join(map(_text, own))) if own else ""
 
 
-def odd(question: str, answer: str) -> str:
+def odd(answer: str) -> str:
     """Return in words what is odd about an answer, or nothing.
 
-    >>> odd("What is 6 * 7?", "42 42 42 42 42 42 42 42 42 42")
+    >>> odd("42 42 42 42 42 42 42 42 42 42")
     'repeats itself'
-    >>> odd("What is 6 * 7?", "It is 42.")
+    >>> odd("It is 42.")
     ''
     """
     answer = answer[:SEEN]
@@ -57,12 +56,6 @@ def odd(question: str, answer: str) -> str:
     phrases = [*zip(*(words[start:] for start in range(WORDS)), strict=False)]
     if len(phrases) > WORDS and 1 - len(set(phrases)) / len(phrases) >= REPEATED:
         return "repeats itself"
-    if any(letter.isalpha() and letter * RUN in answer for letter in set(answer)):
-        return "repeats a letter"
-    letters = [character for character in answer if character.isalpha()]
-    foreign = sum(not character.isascii() for character in letters)
-    if question.isascii() and foreign > FOREIGN * max(len(letters), 10):
-        return "another script than the question"
     return ""
 
 

@@ -2,17 +2,13 @@
 
 import csv
 import json
-import re
 import time
 
 import pytest
 from extensions.view.runs import write_run
 from extensions.view.serving import served
-from extensions.view.test_terminal import printed
-from sweeps import sampled
 
-from rl4llm.extensions.view.export import export
-from rl4llm.extensions.view.run import find_runs
+from rl4llm.tracking.glossary import find
 from rl4llm.tracking.tracker import JsonlTracker
 
 CHART = '.chart[data-metric="reward/mean"]'
@@ -61,8 +57,6 @@ def test_seeds_of_a_configuration_are_one_band(curves):
     (left, highest), (again, lowest) = edge[:2], edge[-2:]
     assert left == again and float(lowest) - float(highest) > 50  # of step 1: 0.6 and 0.1
     assert tip(curves, "ArrowRight") == "step 1 0.3 0.1 to 0.6 of 3"
-    assert "seed (3 seeds)" in curves.text(".compare thead")
-    assert curves.text('[data-compared="reward/mean"] td').startswith("0.44 0.32 to 0.62")
     curves.click(".runs label:nth-child(3) input")
     assert tip(curves, "ArrowRight") == "step 1 0.15 0.1 to 0.2 of 2"
     curves.click("#bands")
@@ -85,42 +79,6 @@ def test_curves_are_drawn_over_time_and_tokens(curves):
     assert tip(curves, "ArrowRight").startswith("step 5, 24K ")
 
 
-def test_metrics_of_another_program_are_on_top(browser, tmp_path):
-    rows = [
-        {"step": step, "env/all/reward/total": step / 10, "optim/lr": 0.1, "test/nll": 1 / (1 + step)}
-        for step in range(4)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with served(tmp_path) as url:
-        browser.open(url)
-        drawn = "[...document.querySelectorAll('section > .charts .chart[data-metric]')].map(e => e.dataset.metric)"
-        assert browser.value(drawn) == ["env/all/reward/total", "test/nll"]
-        assert browser.text("details.family summary").startswith("flat or noisy")
-        browser.call("Page.navigate", url="about:blank")
-
-
-def test_held_out_reward_is_among_the_first_charts(browser, tmp_path):
-    names = ("zebra", "reward/mean", "eval/reward/mean", "eval/accuracy")
-    rows = [{"step": step} | {name: step**power for power, name in enumerate(names, 1)} for step in range(4)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with served(tmp_path) as url:
-        browser.open(url)
-        drawn = "[...document.querySelectorAll('section > .charts .chart[data-metric]')].map(e => e.dataset.metric)"
-        assert browser.value(drawn) == ["eval/accuracy", "eval/reward/mean", "reward/mean"]
-        browser.call("Page.navigate", url="about:blank")
-    titles = re.findall(r"\S+/\S+(?=, )", printed(tmp_path))
-    assert titles[:3] == ["eval/accuracy", "eval/reward/mean", "reward/mean"]
-
-
-def test_an_axis_that_no_run_has_cannot_be_chosen(browser, tokenizer, tmp_path):
-    with served(write_run(tmp_path / "run", tokenizer)) as url:
-        browser.open(url)
-        disabled = browser.value("[...document.getElementById('axis').options].map(e => e.disabled)")
-        assert disabled == [False, True, True]
-        assert browser.value("document.getElementById('bands').checkVisibility()") is False
-        browser.call("Page.navigate", url="about:blank")
-
-
 def test_curves_are_downloaded_as_csv(curves, tmp_path):
     curves.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     curves.click(".runs label:nth-child(2) input")
@@ -137,17 +95,27 @@ def test_curves_are_downloaded_as_csv(curves, tmp_path):
     assert rows[1]["reward/mean"] == "0.1" and rows[0]["reward/mean"] == "" and rows[1]["seconds"] == ""
 
 
-@pytest.mark.parametrize("form", sampled(["served", "exported"], ["exported"]))
-def test_rewards_of_each_step_are_a_histogram(browser, tokenizer, tmp_path, form):
-    run, report = write_run(tmp_path / "run", tokenizer), tmp_path / "report.html"
-    assert export(find_runs([run]), report, episodes=2) == 2
-    with served(run) as url:
-        browser.open(url if form == "served" else report.as_uri())
-        browser.until("document.querySelectorAll('.rewards rect').length === 6")
-        cells = browser.value(
-            "[...document.querySelectorAll('.rewards rect')].map(e => [e.textContent, e.getAttribute('fill-opacity')])"
+DRAWN = "[...document.querySelectorAll('section > .charts .chart[data-metric]')].map(e => e.dataset.metric)"
+
+
+@pytest.mark.parametrize(("names", "first"), [
+    (("zebra", "reward/mean", "eval/reward/mean", "eval/accuracy"), ["eval/accuracy", "eval/reward/mean", "reward/mean"]),
+    (("test/nll", "env/all/reward/total"), ["env/all/reward/total", "test/nll"]),  # of another program
+])  # fmt: skip
+def test_the_main_metrics_are_on_top_with_their_meaning(browser, tmp_path, names, first):
+    rows = [{"step": step} | dict.fromkeys(names, step / 2) for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with served(tmp_path) as url:
+        browser.open(url)
+        assert browser.value(DRAWN) == first
+        assert browser.text(".runs .live") == "training"
+        meanings = browser.value(
+            DRAWN.replace("e.dataset.metric", "e.querySelector('.meaning')?.innerText ?? ''")
         )
-        assert cells[:2] == [["step 1: reward 0, 6 of 8", "0.750"], ["step 1: reward 1, 2 of 8", "0.250"]]
-        places = browser.value("[...document.querySelectorAll('.rewards rect')].map(e => e.getBBox().x)")
-        assert places[0] == places[1] < places[2] < places[4]
+        entries = [find(name) for name in first]
+        assert all(
+            entry.meaning.replace("`", "") in text if entry else not text
+            for entry, text in zip(entries, meanings, strict=True)
+        )
+        assert browser.value("document.getElementById('bands').checkVisibility()") is False
         browser.call("Page.navigate", url="about:blank")

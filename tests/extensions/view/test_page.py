@@ -1,6 +1,5 @@
 """The page in a real browser, as a user would use it: the tests see only what the page shows."""
 
-import json
 import os
 
 import pytest
@@ -60,30 +59,6 @@ def test_curves_of_several_runs_show_values_at_the_pointer(page):
     )
 
 
-@pytest.mark.parametrize("form", sampled(FORMS, ["exported"]))
-def test_charts_show_the_meaning_of_their_metric(browser, tokenizer, tmp_path, form):
-    run, report = write_run(tmp_path / "run", tokenizer, steps=1), tmp_path / "report.html"
-    metrics = JsonlTracker(run / "metrics.jsonl", resume_step=1)
-    metrics.log(2, {"groups/zero_spread": 0.5, "lr": 0.1, "mine/<b>own</b>": 1.0})
-    metrics.close()
-    export(find_runs([run]), report)
-    with served(run) as url:
-        browser.open(url if form == "served" else report.as_uri())
-        browser.press("/")
-        browser.type("r")
-        browser.until("document.querySelector('.chart[data-metric=\"lr\"]')")
-        entry = find("groups/zero_spread")
-        chart = '.chart[data-metric="groups/zero_spread"] figcaption'
-        assert browser.text(f"{chart} .quiet").strip() == "share of groups"
-        assert browser.text(f"{chart} .meaning") == f"{entry.meaning} Healthy: {entry.healthy}."
-        assert browser.text('.chart[data-metric="lr"] .meaning') == find("lr").meaning
-        browser.value("document.querySelector('[data-search]').value = ''")
-        browser.press("m")
-        browser.until("document.querySelector('.chart[data-metric^=mine]')")
-        assert browser.value("document.querySelectorAll('.chart[data-metric^=mine] .meaning').length") == 0
-        browser.call("Page.navigate", url="about:blank")
-
-
 def test_episodes_are_sorted_filtered_and_searched(page):
     list_episodes(page)
     assert page.text("#count").startswith("76 of 76 episodes")
@@ -127,14 +102,6 @@ def test_a_link_stays_that_of_its_episode_as_the_run_grows(browser, tokenizer, t
         browser.call("Page.navigate", url="about:blank")
 
 
-def test_a_search_that_is_given_up_is_no_longer_said_to_go_on(page):
-    list_episodes(page)
-    both = "for (const text of ['it is 43', '']) { field.value = text; field.dispatchEvent(new Event('search')); }"
-    page.value(f"(() => {{ const field = document.querySelector('[data-search]'); {both} }})()")
-    assert page.text("#status") == ""
-    assert page.text("#count").startswith("76 of 76")
-
-
 def test_an_episode_is_read_token_by_token_from_the_keyboard(page):
     list_episodes(page)
     page.press("j", "j", "Enter")
@@ -172,15 +139,6 @@ def facts(page):
     return dict(
         page.value("[...document.querySelectorAll('[data-fact]')].map(e => [e.dataset.fact, e.innerText])")
     )
-
-
-def test_token_under_the_pointer_is_described(page):
-    list_episodes(page)
-    page.press("j", "j", "Enter")  # behind the one that failed
-    page.until("document.querySelector('.token.policy')")
-    page.point(".token.policy")
-    page.until("document.querySelector('[data-fact=author]')?.innerText === 'policy'")
-    assert page.value("document.querySelectorAll('.token.chosen').length") == 1
 
 
 def test_samples_of_a_prompt_are_one_row_with_a_dot_each(page):
@@ -233,7 +191,7 @@ def test_first_page_says_what_happened_and_links_episodes(browser, odd_run, tmp_
         assert browser.text(".story h1") == "Held-out accuracy 0 % \u2192 100 % in 20 steps, 3 min, GRPO"
         shown = browser.value("[...document.querySelectorAll('.cards.shown .card')].map(e => e.innerText)")
         assert len(shown) == 3 and "step 0" in shown[0] and "It is 0." in shown[0]
-        assert "same prompt, held-out, step 20" in shown[1] and "It is 20." in shown[1]
+        assert "same prompt, held-out, step 20" in shown[1].lower() and "It is 20." in shown[1]
         odd = browser.value("[...document.querySelectorAll('.cards.suspicious .card')].map(e => e.innerText)")
         assert len(odd) == 1 and "high reward for an odd answer" in odd[0] and "repeats itself" in odd[0]
         browser.click(".cards.shown .card:nth-child(2)")
@@ -254,65 +212,6 @@ def test_groups_without_gradient_come_last_and_are_marked(browser, odd_run):
         )
         assert marked == 1 and "no gradient" in rows(browser)[2][2]
         browser.call("Page.navigate", url="about:blank")
-
-
-def test_a_prompt_is_followed_through_all_steps(browser, odd_run):
-    with served(odd_run) as url:
-        browser.open(url)
-        list_episodes(browser, by="prompt")
-        browser.click("tr[data-row] .follow")
-        browser.until("document.querySelector('article h1')")
-        assert "How much is h/1 &?" in browser.text("h1")
-        assert [(row[0], row[3]) for row in rows(browser)] == [("0", "0"), ("10", "0"), ("20", "1")]
-        browser.press("Escape")
-        browser.until("document.querySelector('[data-by]')")
-        browser.call("Page.navigate", url="about:blank")
-
-
-def test_flat_charts_come_last_and_equal_ones_once(browser, odd_run):
-    with served(odd_run) as url:
-        browser.open(url)
-        assert browser.value("document.querySelectorAll('.chart[data-metric=\"twin\"]').length") == 0
-        assert "twin" in browser.text('.chart[data-metric="eval/accuracy"] .same')
-        assert browser.text("details.family:last-child summary").startswith("flat or noisy")
-        browser.click("details.family:last-child summary")
-        browser.until("document.querySelector('details.family:last-child .chart[data-metric=flat]')")
-        axis = browser.value(
-            "[...document.querySelectorAll('.chart[data-metric=\"eval/accuracy\"] .axis')].map(e => e.textContent)"
-        )
-        assert "50 %" in axis
-        browser.call("Page.navigate", url="about:blank")
-
-
-def test_two_runs_show_how_their_last_values_differ(page):
-    assert page.value("document.querySelectorAll('[data-story]').length") == 2
-    cells = page.value(
-        "[...document.querySelectorAll('[data-compared=\"reward/mean\"] td')].map(e => e.innerText)"
-    )
-    assert cells == ["0.4", "0.5 (+0.1)"]  # means of steps 2 to 6, and of 1 to 3 with 0.3 more
-
-
-def test_timeline_shows_who_waited_for_whom(browser, tmp_path):
-    times = {
-        "time/step": 10.0, "time/rollout": 6.0, "time/update": 3.0, "time/publish": 1.0, "fleet/idle": 0.25,
-    }  # fmt: skip
-    steps = [{"step": step, "staleness": 0.5, "reward/mean": 0.1, **times} for step in range(1, 15)]
-    steps[-1] |= {"time/step": 5.0, "time/rollout": 1.0}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
-    with served(tmp_path) as url:
-        browser.open(url)
-        browser.until("document.querySelectorAll('.timeline tbody tr').length === 12")
-        assert browser.text('[data-step="14"]').split() == ["14", "5", "s", "0.5", "25", "%"]
-        widths = "[...document.querySelectorAll('[data-step=\"STEP\"] i')].map(e => e.style.width)"
-        assert browser.value(widths.replace("STEP", "13")) == ["60%", "0%", "30%", "10%", "0%"]
-        assert browser.value(widths.replace("STEP", "14")) == ["10%", "0%", "30%", "10%", "0%"]
-        bars = "[...document.querySelectorAll('[data-step=\"13\"] i')].map(e => e.getBoundingClientRect())"
-        assert browser.value(f"{bars}[2].width > 50 && {bars}[2].top === {bars}[0].top")
-    assert not browser.errors
-
-
-def test_turns_have_no_timeline(page):
-    assert page.value("document.querySelectorAll('.timeline').length") == 0
 
 
 def test_a_phone_needs_no_sideways_scrolling(page):
@@ -367,56 +266,6 @@ def test_a_run_that_trains_is_followed(browser, tokenizer, tmp_path):
         metrics.close()
 
 
-SICK = {
-    "name": "constant reward",
-    "seen": "all <b>earn</b> the same",
-    "why": "Nothing is learned.",
-    "look_at": "rewards",
-}
-WELL = {"name": "timeouts", "seen": "3 math/timeout", "why": "The hardest are missing.", "look_at": "env"}
-
-
-def test_alerts_are_on_top_while_they_last_then_in_the_list(browser, tokenizer, tmp_path):
-    run, report = write_run(tmp_path / "run", tokenizer, steps=3), tmp_path / "report.html"
-    alerts = JsonlTracker(run / "alerts.jsonl")
-    for row in (
-        WELL | {"step": 1, "since": 1, "until": None},
-        {"name": "timeouts", "step": 5, "since": 1, "until": 2},
-    ):
-        alerts.append(row)
-    with served(run) as url:
-        browser.open(url)
-        assert browser.value("document.querySelectorAll('.warning[data-alert]').length") == 0
-        browser.click(".past summary")
-        assert "timeouts from step 1 to 2: 3 math/timeout." in browser.text(".past li")
-        alerts.append(SICK | {"step": 3, "since": 2, "until": None})
-        browser.until("document.querySelector('.warning[data-alert]')")
-        expected = "run: constant reward since step 2: all <b>earn</b> the same. Nothing is learned. Look at rewards."
-        expected += f" {find('groups/zero_spread').sentence()}"
-        assert browser.text(".warning[data-alert]") == expected
-        assert browser.value("document.querySelector('.past').open")  # the list was not redrawn
-        export(find_runs([run]), report)
-        alerts.append({"name": "constant reward", "step": 6, "since": 2, "until": 3})
-        browser.until("!document.querySelector('.warning[data-alert]')")
-        assert browser.value("document.querySelectorAll('.past li').length") == 2
-        browser.open(report.as_uri())
-        assert browser.text(".warning[data-alert]") == expected
-        browser.call("Page.navigate", url="about:blank")
-    alerts.close()
-
-
-def test_the_themes_differ_and_the_choice_is_kept(page):
-    colours = []
-    for _ in range(2):
-        page.press("t")
-        colours.append(page.value("getComputedStyle(document.body).backgroundColor"))
-    assert colours == ["rgb(255, 255, 255)", "rgb(20, 24, 28)"]
-    page.value("window.old = true, location.reload()")
-    page.until("!window.old && document.documentElement?.dataset.ready === 'yes'")
-    assert page.value("document.documentElement.dataset.theme") == "dark"
-    page.press("t")
-
-
 def test_one_file_holds_all_of_the_page(browser, runs, tmp_path):
     report = tmp_path / "report.html"
     assert export(find_runs(runs), report, episodes=10) == 20
@@ -431,17 +280,6 @@ def test_one_file_holds_all_of_the_page(browser, runs, tmp_path):
     about = "This file contains 20 of 76 episodes: some of each step, and the extremes."
     assert browser.text("#status") == about  # once for both runs
     assert not browser.errors and os.path.getsize(report) < 2 << 20
-
-
-def test_a_file_is_not_said_to_train(browser, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    export(find_runs([tmp_path]), tmp_path / "report.html")
-    with served(tmp_path) as url:
-        browser.open(url)
-        assert browser.text(".runs .live") == "training"
-        browser.open((tmp_path / "report.html").as_uri())
-        assert browser.text(".runs .live") is None
-        browser.call("Page.navigate", url="about:blank")
 
 
 @pytest.mark.parametrize("form", ["served", "exported"])
@@ -463,3 +301,30 @@ def test_images_are_shown_small_and_their_tokens_are_one(browser, tokenizer, tmp
         headings = browser.value("[...document.querySelectorAll('h2')].map((heading) => heading.innerText)")
         assert "Tokens 44" in headings
         browser.call("Page.navigate", url="about:blank")
+
+
+def test_alerts_are_on_top_while_they_last(browser, tokenizer, tmp_path):
+    run, report = write_run(tmp_path / "run", tokenizer, steps=3), tmp_path / "report.html"
+    alerts = JsonlTracker(run / "alerts.jsonl")
+    sick = {
+        "name": "constant reward",
+        "seen": "all <b>earn</b> the same",
+        "why": "Why.",
+        "look_at": "rewards",
+    }
+    with served(run) as url:
+        browser.open(url)
+        assert browser.text(".warning[data-alert]") is None
+        alerts.append(sick | {"step": 3, "since": 2, "until": None})
+        browser.until("document.querySelector('.warning[data-alert]')")
+        expected = "run: constant reward since step 2: all <b>earn</b> the same. Why. Look at rewards."
+        expected += f" {find('groups/zero_spread').sentence()}"
+        assert browser.text(".warning[data-alert]") == expected
+        export(find_runs([run]), report)
+        alerts.append({"name": "constant reward", "step": 6, "since": 2, "until": 3})
+        browser.until("!document.querySelector('.warning[data-alert]')")
+        assert "constant reward (steps 2 to 3)" in browser.text(".story p")
+        browser.open(report.as_uri())
+        assert browser.text(".warning[data-alert]") == expected
+        browser.call("Page.navigate", url="about:blank")
+    alerts.close()

@@ -25,16 +25,14 @@ def said(steps, running=False, alerts=(), **config):
 
 @pytest.mark.parametrize("answer, what", [
     ("the cat " * 20, "repeats itself"),
-    ("noooooooooooooooooo", "repeats a letter"),
     ("a \ufffd b", "broken characters"),
     ("  \n", "empty"),
-    ("这是一个很长的中文回答没有英文", "another script than the question"),
     ("The cat sat on the mat, and the dog sat on the floor beside the door.", ""),
     ("def f(n):\n    return n ** 2 + 10", ""),
     ("==================== 42", ""),
 ])  # fmt: skip
 def test_odd_answers_are_found(answer, what):
-    assert odd("How many?", answer) == what
+    assert odd(answer) == what
 
 
 def test_question_is_what_the_policy_was_asked_last():
@@ -49,9 +47,7 @@ def test_headline_has_outcome_steps_time_model_and_algorithm():
     steps = [{"step": step, "eval/accuracy": value} for step, value in ((0, 0.117), (10, 0.9), (20, 0.83))]
     steps += [{"step": step, "time/step": 60.0, "reward/mean": 0.1} for step in range(1, 21)]
     config = {"model.path": "models/Small-1B", "algorithm.name": "grpo"}
-    sentence = (
-        "Held-out accuracy 11.7 % \u2192 83 % (best 90 % at step 10) in 20 steps, 20 min, Small-1B, GRPO"
-    )
+    sentence = "Held-out accuracy 11.7 % \u2192 83 % in 20 steps, 20 min, Small-1B, GRPO"
     assert said(steps, **config)["text"] == sentence
     assert ", warm, GRPO" in said(steps, **{**config, "model.path": "runs/warm/model"})["text"]
     assert said(steps[3:5])["text"] == "Training reward 0.1 \u2192 0.1 in 2 steps, 2 min"

@@ -1,5 +1,5 @@
-// A line chart in SVG: lines over steps, time or tokens, smoothed, with the values under the pointer. Drag to zoom, double-click to
-// reset the zoom; with the focus, ← and → move from point to point.
+// A line chart in SVG: lines over steps, time or tokens, smoothed, with the values under the pointer. With the focus, ← and → move
+// from point to point.
 
 import { h, inUnit, number, replace } from "./dom.js";
 import { scaleOf } from "./lines.js";
@@ -60,24 +60,22 @@ function nearest(points, at) {
   return low > 0 && at - points[low - 1][0] <= points[low][0] - at ? points[low - 1] : points[low];
 }
 
-// `data()` gives {series: [{colour, name, points}], smoothing, log, axis}, with points of `pointsOf`; `zoom` is shared: {range, change}.
+// `data()` gives {series: [{colour, name, points}], smoothing, axis}, with points of `pointsOf`.
 // `entry` is the glossary's of the metric, if it has one: {meaning, unit, healthy}.
-export function chart(title, data, zoom, entry) {
+export function chart(title, data, entry) {
   const svg = h("svg", { class: "plot", tabindex: 0, role: "img", "aria-label": title });
   const tip = h("div", { class: "tip", hidden: true });
   const id = `meaning-${title.replace(/\W/g, "_")}`;
   const meaning = entry ? h("span", { class: "meaning", role: "tooltip", id }, entry.meaning, entry.healthy ? ` Healthy: ${entry.healthy}.` : null) : null;
   const name = h("span", { class: "name", tabindex: entry ? 0 : null, "aria-describedby": entry ? id : null }, title);
-  const same = h("span", { class: "same quiet" });
-  const caption = h("figcaption", {}, name, entry ? h("span", { class: "quiet" }, ` ${entry.unit}`) : null, same, meaning);
+  const caption = h("figcaption", {}, name, entry ? h("span", { class: "quiet" }, ` ${entry.unit}`) : null, meaning);
   const box = h("figure", { class: "chart", "data-metric": title }, caption, h("div", { class: "plot-box" }, svg, tip));
   const told = (value, digits) => inUnit(value, entry?.unit, digits);
   let shape = null;
   let cursor = null;
-  let drag = null;
 
   function draw() {
-    const { series, smoothing, log, axis } = data();
+    const { series, smoothing, axis } = data();
     const width = Math.max(240, svg.clientWidth || 400);
     const height = svg.clientHeight || 180;
     const many = series.some(({ points }) => points.length > FEW);
@@ -86,47 +84,39 @@ export function chart(title, data, zoom, entry) {
       .map((line) => ({ ...line, raw: line.points, smooth: smoothed(line.points, many ? smoothing : 0) }));
     const all = lines.flatMap(({ raw, smooth }) => (smooth === raw ? [raw] : [raw, smooth])).flat();
     const places = all.map(([at]) => at);
-    const [from, to] = zoom.range ?? [least(places), most(places)];
-    const seen = all.filter(([at]) => at >= from && at <= to).flatMap(([, value, , low, high]) => [value, low, high]).filter((value) => !log || value > 0);
+    const [from, to] = [least(places), most(places)];
+    const seen = all.flatMap(([, value, , low, high]) => [value, low, high]);
     if (!seen.length) {
       shape = null;
-      return replace(svg, h("text", { x: width / 2, y: height / 2, class: "axis", "text-anchor": "middle" }, log ? "nothing above 0" : "no values here"));
+      return replace(svg, h("text", { x: width / 2, y: height / 2, class: "axis", "text-anchor": "middle" }, "no values here"));
     }
-    const scale = log ? Math.log10 : (value) => value;
-    let [low, high] = [scale(least(seen)), scale(most(seen))];
+    let [low, high] = [least(seen), most(seen)];
     const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
     [low, high] = [low === 0 && high === 0 ? 0 : low - margin, high + margin]; // a series of zeros is drawn at the bottom
     const x = (at) => PAD.left + ((at - from) / (to - from || 1)) * (width - PAD.left - PAD.right);
-    const y = (value) => height - PAD.bottom - ((scale(value) - low) / (high - low)) * (height - PAD.top - PAD.bottom);
+    const y = (value) => height - PAD.bottom - ((value - low) / (high - low)) * (height - PAD.top - PAD.bottom);
     const at = (place) => from + ((place - PAD.left) / (width - PAD.left - PAD.right)) * (to - from);
     if (shape?.axis !== axis) hide();
     const scaled = scaleOf(axis, to);
     shape = { lines, x, y, at, from, to, width, height, axis, told: scaled.told };
-    const clip = `clip-${title.replace(/\W/g, "_")}`;
-    const horizontal = ticks(low, high).map((value) => {
-      const at = height - PAD.bottom - ((value - low) / (high - low)) * (height - PAD.top - PAD.bottom);
-      return h("g", {}, h("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: at, y2: at }), h("text", { class: "axis", x: PAD.left - 6, y: at + 4, "text-anchor": "end" }, told(log ? 10 ** value : value, 3)));
-    });
+    const horizontal = ticks(low, high).map((value) => h("g", {}, h("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y(value), y2: y(value) }), h("text", { class: "axis", x: PAD.left - 6, y: y(value) + 4, "text-anchor": "end" }, told(value, 3))));
     const vertical = ticks(from / scaled.size, to / scaled.size, Math.max(2, Math.floor(width / 110)))
       .filter((value) => axis !== "step" || Number.isInteger(value))
       .map((value) => h("text", { class: "axis", x: x(value * scaled.size), y: height - 5, "text-anchor": "middle" }, scaled.told(value * scaled.size)));
     const path = (points) => points.map(([at, value], i) => `${i ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-    const drawn = (points) => thinned(points.filter(([at, value]) => at >= from - (to - from) && at <= to + (to - from) && (!log || value > 0)));
-    const floor = (value) => (log && value <= 0 ? 10 ** low : value);
-    const area = (points) => `${path(points.map(([at, , , , high]) => [at, high]))}${path(points.map(([at, , , low]) => [at, floor(low)]).reverse()).replace("M", "L")}Z`;
+    const area = (points) => `${path(points.map(([at, , , , high]) => [at, high]))}${path(points.map(([at, , , low]) => [at, low]).reverse()).replace("M", "L")}Z`;
     const curves = lines.map(({ colour, raw, smooth }) => {
-      const points = drawn(raw);
-      const band = smooth.some(([, , , , , count]) => count > 1) ? h("path", { class: "band", d: area(drawn(smooth)) }) : null;
+      const points = thinned(raw);
+      const band = smooth.some(([, , , , , count]) => count > 1) ? h("path", { class: "band", d: area(thinned(smooth)) }) : null;
       const faint = smooth !== raw;
       const dots = points.length <= FEW ? points.map(([at, value]) => h("circle", { cx: x(at), cy: y(value), r: 2.6 })) : null;
-      return h("g", { class: `line run-${colour}` }, band, h("path", { class: faint ? "faint" : "main", d: path(points) }), dots, faint ? h("path", { class: "main", d: path(drawn(smooth)) }) : null);
+      return h("g", { class: `line run-${colour}` }, band, h("path", { class: faint ? "faint" : "main", d: path(points) }), dots, faint ? h("path", { class: "main", d: path(thinned(smooth)) }) : null);
     });
     replace(
       svg,
-      h("defs", {}, h("clipPath", { id: clip }, h("rect", { x: PAD.left - 4, y: 0, width: width - PAD.left - PAD.right + 8, height: height - PAD.bottom + 4 }))),
       horizontal,
       vertical,
-      h("g", { "clip-path": `url(#${clip})` }, curves),
+      curves,
       h("g", { class: "cursor" }),
     );
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -184,14 +174,6 @@ export function chart(title, data, zoom, entry) {
   svg.addEventListener("pointermove", (event) => shape && point(shape.at(place(event))));
   svg.addEventListener("pointerleave", hide);
   svg.addEventListener("blur", hide);
-  svg.addEventListener("pointerdown", (event) => shape && event.button === 0 && (drag = shape.at(place(event))));
-  svg.addEventListener("pointerup", (event) => {
-    if (!shape || drag === null) return;
-    const [from, to] = [drag, shape.at(place(event))].sort((a, b) => a - b);
-    drag = null;
-    if ((to - from) / (shape.to - shape.from || 1) > 0.03) zoom.change([from, to]);
-  });
-  svg.addEventListener("dblclick", () => zoom.change(null));
   svg.addEventListener("keydown", (event) => {
     if (!shape || !/^Arrow(Left|Right)$/.test(event.key)) return;
     const places = [...new Set(shape.lines.flatMap(({ raw }) => raw.map(([at]) => at)))].sort((a, b) => a - b);
@@ -200,8 +182,7 @@ export function chart(title, data, zoom, entry) {
     event.preventDefault();
     event.stopPropagation();
   });
-  const alsoCalled = (names) => (same.textContent = names.length ? `; the same: ${names.join(", ")}` : "");
-  return { element: box, draw, alsoCalled };
+  return { element: box, draw };
 }
 
 function least(values) {

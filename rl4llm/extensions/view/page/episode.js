@@ -2,7 +2,6 @@
 
 import { asText, h, longText, number, replace, signed } from "./dom.js";
 import { conversation } from "./message.js";
-import { promptLink } from "./prompt.js";
 
 const SHOWN = new Set(["step", "prompt_id", "sample", "reward", "rewards", "stop_reason", "ground_truth", "messages", "spans", "forks", "turns", "tokens", "credit", "mismatch", "failure", "failure_class", "role"]);
 const MOST_TOKENS = 3000;
@@ -54,7 +53,7 @@ export function episodeView(app) {
     const group = run.rows.filter((one) => one.file === row.file && one.prompt === row.prompt && one.role === row.role);
     replace(
       element,
-      h("div", { class: "crumbs" }, back(), promptLink(run, row), h("span", { class: "spring" }), h("button", { type: "button", onclick: () => step(-1), title: "key p" }, "‹ previous"), h("button", { type: "button", onclick: () => step(1), title: "key n" }, "next ›")),
+      h("div", { class: "crumbs" }, back(), h("span", { class: "spring" }), h("button", { type: "button", onclick: () => step(-1), title: "key p" }, "‹ previous"), h("button", { type: "button", onclick: () => step(1), title: "key n" }, "next ›")),
       h("h1", {}, `${row.set === "eval" ? "Held-out" : "Step"} ${row.step ?? "?"}, prompt ${row.prompt.slice(0, 200) || "?"}`, row.role ? `, ${row.role}` : "", h("span", { class: "quiet" }, ` sample ${row.sample ?? "?"}`), app.runs.length > 1 ? h("span", { class: "quiet" }, ` of ${run.name}`) : null),
       facts(episode, row),
       h("section", {}, h("h2", {}, "Conversation"), episode.messages?.length ? h("ol", { class: "messages" }, conversation(episode.messages, images)) : h("p", { class: "quiet" }, "No messages.")),

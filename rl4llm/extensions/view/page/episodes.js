@@ -3,7 +3,6 @@
 import { h, number, replace } from "./dom.js";
 import { asRow, dots, groupsOf, keyOf, rewardRange, withoutGradient, words } from "./groups.js";
 import { colourOf } from "./lines.js";
-import { promptLink } from "./prompt.js";
 
 const PAGE = 100;
 const natural = new Intl.Collator("en", { numeric: true });
@@ -54,15 +53,12 @@ export function episodesView(app) {
     if (f.set === "failed" ? !row.failure : f.set && row.set !== f.set) return false;
     if (f.stop && row.stop !== f.stop) return false;
     if (f.prompt && !row.prompt.toLowerCase().includes(f.prompt.toLowerCase())) return false;
-    for (const name of ["step", "reward", "turns", "mismatch"]) {
+    for (const name of ["step", "reward"]) {
       const [low, high] = [f[`${name}-from`], f[`${name}-to`]];
       if (low && !(row[name] !== null && row[name] >= Number(low))) return false;
       if (high && !(row[name] !== null && row[name] <= Number(high))) return false;
     }
-    for (const [name, value] of Object.entries(f)) {
-      if (name.startsWith("more.") && value && String(row.more[name.slice(5)]) !== value) return false;
-      if (name === "role" && value && row.role !== value) return false;
-    }
+    if (f.role && row.role !== f.role) return false;
     return !state.found || state.found.has(`${row.run}/${row.number}`);
   }
 
@@ -90,15 +86,11 @@ export function episodesView(app) {
     draw();
   }
 
-  // Filters for fields with few values, including fields that this page does not know.
   function drawBar() {
     const rows = all();
     const stops = count(rows.map((row) => row.stop));
     const roles = count(rows.map((row) => row.role));
-    const more = new Map();
-    for (const row of rows) for (const [name, value] of Object.entries(row.more)) if (typeof value !== "number") more.set(name, (more.get(name) ?? new Set()).add(String(value)));
-    const extra = [...more].filter(([, values]) => values.size > 1 && values.size <= 30).map(([name, values]) => [name, [...values].sort(natural.compare)]);
-    const key = JSON.stringify([stops, roles, extra]);
+    const key = JSON.stringify([stops, roles]);
     if (key === choices && bar.childElementCount) return;
     choices = key;
     const search = h("input", { type: "search", placeholder: "search what was said  ( / )", "data-search": true, "aria-label": "Search what was said" });
@@ -121,9 +113,8 @@ export function episodesView(app) {
       select("set", SETS[""], Object.entries(SETS).slice(1)),
       select("stop", "any stop reason", pairs(stops)),
       roles.length > 0 ? select("role", "any role", pairs(roles)) : null,
-      extra.map(([name, values]) => select(`more.${name}`, `any ${name}`, values.map((value) => [value, `${name}: ${value}`]))),
       input("prompt", "prompt id", "text"),
-      ["reward", "step", "turns", "mismatch"].map(between),
+      ["reward", "step"].map(between),
       h("button", { type: "button", onclick: clear }, "Clear"),
     );
   }
@@ -223,7 +214,7 @@ export function episodesView(app) {
     const { name, text } = column;
     const inside = (...content) => h("td", { class: kind(column) }, content);
     if (name === "run") return h("td", { class: `run run-${colourOf(app, app.runs[row.run])}` }, h("span", { class: "swatch" }), app.runs[row.run].name);
-    if (name === "prompt") return h("td", { class: "words" }, words(row, promptLink(app.runs[row.run], row)));
+    if (name === "prompt") return h("td", { class: "words" }, words(row));
     if (name === "sample" && state.by === "prompt") return inside(dots(row.members, range));
     if (name === "set") return inside(row.set === "eval" ? "held-out" : "training");
     if (name === "stop") return inside(row.failure ? h("span", { class: "badge bad" }, `failed: ${row.failure}`) : row.stop);

@@ -60,10 +60,10 @@ export function dots(members, [low, high]) {
 }
 
 // First lines of question and answer, and what is to be noticed.
-export function words(row, link = null) {
+export function words(row) {
   return [
     h("div", { class: "question", title: `prompt ${row.prompt}` }, row.question || row.prompt || "–"),
-    h("div", { class: "answer-line" }, h("div", { class: "answer" }, row.answer || (row.failure ? "" : "(empty)")), link),
+    h("div", { class: "answer" }, row.answer || (row.failure ? "" : "(empty)")),
     row.idle || row.odd ? h("div", { class: "marks" }, row.idle ? h("span", { class: "badge", title: "The credits of all samples are 0, so nothing is learned from this group." }, "no gradient") : null, row.odd ? h("span", { class: "badge bad" }, row.odd) : null) : null,
   ];
 }

@@ -1,4 +1,4 @@
-// The page: tabs, themes, keys, and updates of runs that still train.
+// The page: tabs, keys, and updates of runs that still train.
 
 import { configView } from "./config.js";
 import { curvesView } from "./curves.js";
@@ -6,7 +6,6 @@ import { h, isTyping, number, replace, visible } from "./dom.js";
 import { episodeView } from "./episode.js";
 import { episodesView } from "./episodes.js";
 import { colourOf } from "./lines.js";
-import { promptView } from "./prompt.js";
 import { openSource } from "./source.js";
 
 const EVERY_MS = 2000;
@@ -24,10 +23,8 @@ const KEYS = [
   ["← →", "next and previous token, from the first sampled one, or point of a curve that has the focus"],
   ["c", "what tokens are coloured by"],
   ["Esc", "back to the list"],
-  ["t", "theme: as the system, light, dark"],
   ["?", "these keys"],
 ];
-const THEMES = ["auto", "light", "dark"];
 
 if (new URLSearchParams(location.search).has("token")) {
   history.replaceState(null, "", location.pathname + location.hash); // the cookie stores it from now on
@@ -59,32 +56,9 @@ function status(text) {
   replace(footer, text);
 }
 
-function remembered(name) {
-  try {
-    return localStorage.getItem(name);
-  } catch {
-    return null; // a file or a private window may have no storage
-  }
-}
-
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  try {
-    localStorage.setItem("rl4llm-theme", theme);
-  } catch {
-    // the choice applies to this page only
-  }
-  const button = document.getElementById("theme");
-  if (button) button.textContent = `Theme: ${theme}`;
-}
-
-function nextTheme() {
-  setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]);
-}
-
 function drawTop(route) {
   const tabs = TABS.map(([name, label], i) =>
-    h("a", { href: `#/${name}`, "aria-current": route === name || (name === "episodes" && /^(episode|prompt)$/.test(route)) ? "page" : null, title: `key ${i + 1}` }, label),
+    h("a", { href: `#/${name}`, "aria-current": route === name || (name === "episodes" && route === "episode") ? "page" : null, title: `key ${i + 1}` }, label),
   );
   const runs = app.runs.map((run, i) => {
     const latest = Math.max(0, ...run.steps.keys());
@@ -120,7 +94,6 @@ function drawTop(route) {
       h(
         "div",
         { class: "tools" },
-        h("button", { id: "theme", type: "button", onclick: nextTheme, title: "key t" }, `Theme: ${document.documentElement.dataset.theme}`),
         h("button", { type: "button", onclick: () => help.showModal(), title: "key ?", "aria-label": "Keys" }, "?"),
       ),
     ),
@@ -135,7 +108,7 @@ function alertLine(run, { name, since, seen, why, metric, look_at: keys }) {
   return h("p", { class: "warning", role: "alert", "data-alert": name }, facts);
 }
 
-const VIEWS = { curves: curvesView, episodes: episodesView, episode: episodeView, prompt: promptView, config: configView };
+const VIEWS = { curves: curvesView, episodes: episodesView, episode: episodeView, config: configView };
 
 function route() {
   const [name = "curves", ...rest] = location.hash.replace(/^#\//, "").split("/");
@@ -158,7 +131,6 @@ document.addEventListener("keydown", (event) => {
   if (isTyping(event)) return;
   const tab = TABS[Number(event.key) - 1];
   if (tab) go(`/${tab[0]}`);
-  else if (event.key === "t") nextTheme();
   else if (event.key === "?") help.showModal();
   else if (event.key === "/") document.querySelector("[data-search]")?.focus();
   else if (!app.view?.key?.(event)) return;
@@ -204,7 +176,6 @@ async function refresh() {
 }
 
 async function start() {
-  setTheme(THEMES.includes(remembered("rl4llm-theme")) ? remembered("rl4llm-theme") : "auto");
   document.body.append(help);
   try {
     app.runs = await app.source.open();
