@@ -2,14 +2,10 @@
 
 import importlib.util
 import json
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
 from forked_python import python
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "bench" / "gpu.py"
@@ -89,50 +85,3 @@ def test_checks_that_hang_die_or_fail_do_not_stop_the_next(tmp_path, monkeypatch
     for name in ("machine", "decode"):  # what a check started ends with it
         stat = Path("/proc") / str(found[name, "it"]["child"]) / "stat"
         assert not stat.exists() or stat.read_text().split()[2] in "ZX"
-
-
-def test_gpu_checks_of_speed_run_alone_and_others_together(tmp_path):
-    alone = "begin = time.time(); time.sleep(0.2); write(span=[begin, time.time()])"
-    meet = (
-        f"begin = time.time(); place = pathlib.Path({str(tmp_path)!r}); (place / '{{}}').touch()\n"
-        "while not (place / '{}').exists(): time.sleep(0.01)\nwrite(span=[begin, time.time()])"
-    )
-    programs = dict.fromkeys(("machine", "engine", "numbers", "decode", "update"), alone)
-    programs |= {"engine": meet.format("a", "b"), "numbers": meet.format("b", "a")}
-    assert Fakes(programs, tmp_path).run()
-    spans = [found["span"] for (_, what), found in findings(tmp_path).items() if what == "it"]
-    machine, *together, decode, update = sorted(spans)
-    assert machine[1] < together[0][0]
-    assert max(end for _, end in together) < decode[0] and decode[1] < update[0]
-
-
-def test_gpu_checks_that_have_no_time_left_are_named(tmp_path):
-    programs = {"machine": "time.sleep(100)", "engine": "write()", "decode": "write()"}
-    assert not Fakes(programs, tmp_path, seconds=1).run()
-    found = findings(tmp_path)
-    assert found["all", "left out"]["checks"] == ["engine", "decode"]
-    assert ("machine", "timeout") in found and found["all", "end"]["seconds"] < 15
-
-
-def test_the_gpu_driver_leaves_no_process_when_it_is_stopped(tmp_path):
-    words = [sys.executable, SCRIPT, "varlen", "numbers", "--tiny", "--out", tmp_path]
-    driver = subprocess.Popen(list(map(str, words)), start_new_session=True)
-    deadline, children = time.monotonic() + 60, []
-    while not children and time.monotonic() < deadline:
-        time.sleep(0.1)
-        tasks = Path(f"/proc/{driver.pid}/task").glob("*/children")  # a thread for each check
-        children = [pid for task in tasks for pid in task.read_text().split()]
-    driver.send_signal(signal.SIGTERM)
-    assert driver.wait(30) == gpu.FAILED and children
-    assert not [child for child in children if Path("/proc", child).exists()]
-
-
-def test_the_gpu_benchmark_refuses_an_unknown_check():
-    done = python(SCRIPT, "heads", "--tiny")
-    assert done.returncode == 2 and "CHECK='heads' is unknown" in done.stderr and "engine" in done.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
-def test_the_gpu_benchmark_refuses_a_machine_without_one():
-    done = python(SCRIPT, "head")
-    assert done.returncode == 2 and "--tiny" in done.stderr

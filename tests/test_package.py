@@ -17,7 +17,6 @@ from packaging.utils import canonicalize_name
 from sweeps import sampled
 
 from rl4llm import TESTED_TORCH
-from rl4llm.cli import COMMANDS
 from rl4llm.core.registry import stubbed
 
 ROOT = Path(__file__).parents[1]
@@ -219,17 +218,6 @@ def test_the_repository_does_not_grow():
     assert not {folder: count for folder, count in lines.items() if count > MOST_LINES[folder]}
 
 
-def test_there_are_few_commands():
-    assert len(list(COMMANDS)) <= 14
-
-
-def test_names_of_other_projects_are_not_at_the_top_level():
-    import rl4llm
-
-    for name in ("PPOConfig", "GRPOConfig", "TrlParser", "get_dataset"):
-        assert not hasattr(rl4llm, name)
-
-
 @pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda stub: stub.parent.name)
 def test_stubs_name_the_modules_of_lazy_names(stub):
     package = importlib.import_module(".".join(stub.parent.relative_to(ROOT).parts))
@@ -273,13 +261,6 @@ def lines(lock):
     return [re.split(r"\s+(?=--hash)", line) for line in lock.read_text().replace("\\\n", " ").splitlines()]
 
 
-def test_every_range_in_setup_is_bounded_from_above():
-    setup = (ROOT / "setup.py").read_text() + (ROOT / "pyproject.toml").read_text()
-    ranges = re.findall(r'"([A-Za-z][\w.\-]*(?:\[\w+\])?(?:==|>=)[^"]*)"', setup)
-    assert len(ranges) > 40
-    assert [item for item in ranges if "<" not in item and "==" not in item and "python" not in item] == []
-
-
 @pytest.fixture
 def checkout(tmp_path):
     """Return a directory with what scripts/environment.sh reads."""
@@ -289,36 +270,6 @@ def checkout(tmp_path):
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)
     return tmp_path
-
-
-def test_an_installation_that_fails_is_begun_again(checkout):
-    """It has changed the packages of the older one, so it removes that one's stamp."""
-    python, pip, stamp = (checkout / ".venv" / name for name in ("bin/python", "bin/pip", "rl4llm-installed"))
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\ncase "$*" in *" -e "*) exit 7;; esac\n')
-    python.chmod(0o755)
-    pip.symlink_to(python)
-    stamp.write_text("of an older lock\n")
-    command = ["bash", "-c", ". scripts/environment.sh"]
-    environment = {**os.environ, "RL4LLM_PYTHON": sys.executable, "RL4LLM_VENV": str(checkout / ".venv")}
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-    assert done.returncode == 7 and not stamp.exists()
-
-
-def test_calls_for_other_extras_install_each_extra_once(checkout):
-    python, pip, log = (checkout / ".venv" / name for name in ("bin/python", "bin/pip", "log"))
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\necho "$*" >> {log}\n')
-    python.chmod(0o755)
-    pip.symlink_to(python)
-    environment = {**os.environ, "RL4LLM_PYTHON": sys.executable, "RL4LLM_VENV": str(checkout / ".venv")}
-    calls = []
-    for extras in ("dev", "deepspeed", "dev", "deepspeed dev", ""):
-        log.write_text("")
-        command = ["bash", "-c", f". scripts/environment.sh {extras}"]
-        subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True)
-        calls.append(bool(log.read_text()))
-    assert calls == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("gpu", [False, True])
