@@ -363,6 +363,24 @@ COMPAT = _of(
     ("missing_package", "../../../rl4llm/core/registry.py", "and name in self.extras", "and not name",
      "../../../tests/test_extensions.py::test_a_command_of_a_missing_package_names_it"),
 )  # fmt: skip
+RECIPES = _of(
+    "extensions/recipes",
+    "tests/extensions/recipes",
+    (
+        "verify_overrides",
+        "results.py",
+        "elif overrides := changes(run",
+        "elif overrides := changes([] and run",
+        "test_recipes.py::test_a_repetition_is_compared_with_runs_of_its_kind",
+    ),
+    (
+        "begun_with_overrides",
+        "command.py",
+        "if record[key] != value:",
+        "if False:",
+        "test_recipes.py::test_finished_stages_and_data_are_not_made_again",
+    ),
+)
 
 MUTANTS = {
     mutant.name: mutant
@@ -377,6 +395,7 @@ MUTANTS = {
         SERVERS,
         RUNTIME,
         REMOTE,
+        RECIPES,
         ADAPTERS,
         REWARDS,
         COMPOSE,

@@ -46,6 +46,7 @@ def test_bars_are_means_of_about_as_many_points():
     assert bars([(step, float(step > 50)) for step in range(1, 101)]) == (
         f"{'▁' * 20}{'█' * 20} 0.000 → 1.000  steps 1 to 100"
     )
+    assert bars([(step, float(step % 2)) for step in range(80)]).startswith(f"{'▁' * 40} 0.500 → 0.500")
     assert bars([(3, 2.0)]) == "▁ 2.000 → 2.000  steps 3 to 3"
 
 

@@ -214,31 +214,6 @@ def test_groups_without_gradient_come_last_and_are_marked(browser, odd_run):
         browser.call("Page.navigate", url="about:blank")
 
 
-def test_a_phone_needs_no_sideways_scrolling(page):
-    page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
-    try:
-        page.value("document.documentElement.dataset.ready = 'old'; location.reload()")
-        page.until("document.documentElement?.dataset.ready === 'yes'")
-        page.until("document.querySelectorAll('svg path').length")
-        wide = "document.documentElement.scrollWidth"
-        assert page.value(wide) <= 390
-        assert page.value(
-            "[...document.querySelectorAll('.runs b')].every(e => e.scrollWidth <= e.clientWidth || e.clientWidth === 0)"
-        )
-        list_episodes(page, by="prompt")
-        assert page.value(wide) <= 390 and not page.value("document.querySelector('.filters').open")
-        table = "document.querySelector('.scroll')"
-        assert page.value(f"{table}.scrollWidth") <= page.value(f"{table}.clientWidth")
-        page.press("j", "Enter")
-        page.until("document.querySelector('.tokens')")
-        assert page.value("getComputedStyle(document.querySelector('.panel')).display") == "none"
-        page.press("ArrowRight")
-        assert page.value("getComputedStyle(document.querySelector('.panel')).display") != "none"
-        assert page.value(wide) <= 390
-    finally:
-        page.call("Emulation.clearDeviceMetricsOverride")
-
-
 def test_configurations_are_compared(page):
     page.press("3")
     page.until("document.querySelector('.config')")

@@ -119,6 +119,8 @@ def test_file_keeps_extremes_and_some_of_each_step():
     assert {rows[number][COLUMNS.index("step")] for number in kept} == set(range(50))
     mixed = {number for number in range(len(rows)) if rows[number][COLUMNS.index("prompt")] == "40-1"}
     assert mixed <= set(kept)  # whole, and before the groups of equal rewards
+    equal = [row(file=step, step=step, prompt=str(step), reward=0.0) for step in range(50)]
+    assert sorted(choose(equal, [], 8))[-2] > 25  # not only the first files, and the last as an extreme
     few = list(choose(rows, [], 24))
     steps = sorted({rows[number][COLUMNS.index("step")] for number in few})
     assert steps[0] == 0 and steps[-1] == 49 and len(steps) >= 5

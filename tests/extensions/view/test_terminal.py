@@ -27,7 +27,7 @@ def test_a_run_is_shown_as_text(tokenizer, tmp_path):
     text = printed(run)
     assert text.startswith("run: Training accuracy 10 % → 30 % in 3 steps")
     assert "No alerts.\n" in text and "\x1b" not in text
-    names = [line.split()[0] for line in text.splitlines() if "█" in line]
+    names = [line.split()[0] for line in text.splitlines() if "  steps " in line]
     assert names == ["reward/mean", "accuracy", "loss"]
     assert "▁▅█ 0.100 → 0.300  steps 1 to 3  run" in text
     assert (
@@ -44,4 +44,4 @@ def test_seeds_are_one_curve_and_other_metrics_are_drawn(tokenizer, tmp_path):
     (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = printed(*seeds)
     assert "0.600 → 0.800  steps 1 to 3  s (mean of 2 seeds)" in text
-    assert [line.split()[0] for line in printed(other).splitlines() if "█" in line] == [FOREIGN]
+    assert [line.split()[0] for line in printed(other).splitlines() if "  steps " in line] == [FOREIGN]

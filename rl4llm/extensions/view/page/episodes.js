@@ -9,15 +9,15 @@ const natural = new Intl.Collator("en", { numeric: true });
 const COLUMNS = [
   { name: "run", label: "run", text: true },
   { name: "step", label: "step", down: true },
-  { name: "set", label: "set", text: true, wide: true },
+  { name: "set", label: "set", text: true },
   { name: "prompt", label: "prompt and answer", text: true },
-  { name: "role", label: "role", text: true, wide: true },
+  { name: "role", label: "role", text: true },
   { name: "sample", label: "sample" },
   { name: "reward", label: "reward", down: true },
-  { name: "turns", label: "turns", down: true, wide: true },
-  { name: "tokens", label: "tokens", down: true, wide: true, title: "that the policy wrote" },
-  { name: "stop", label: "stopped by", text: true, wide: true },
-  { name: "mismatch", label: "worst mismatch", down: true, wide: true, title: "largest difference of the log-probs of engine and trainer, in nats" },
+  { name: "turns", label: "turns", down: true },
+  { name: "tokens", label: "tokens", down: true, title: "that the policy wrote" },
+  { name: "stop", label: "stopped by", text: true },
+  { name: "mismatch", label: "worst mismatch", down: true, title: "largest difference of the log-probs of engine and trainer, in nats" },
 ];
 const SETS = { "": "training and held-out", step: "training", eval: "held-out", failed: "failed" };
 
@@ -37,7 +37,6 @@ function sorted(rows, { name, down }) {
 export function episodesView(app) {
   const state = (app.episodes ??= { filters: {}, by: "prompt", sort: { name: "step", down: true }, page: 0, found: null, at: 0 });
   const bar = h("div", { class: "controls" });
-  const filters = h("details", { class: "filters", open: matchMedia("(min-width: 901px)").matches }, h("summary", {}, "Filters"), bar);
   const table = h("div", { class: "scroll" });
   const foot = h("div", { class: "pager" });
   let list = [];
@@ -208,7 +207,7 @@ export function episodesView(app) {
     );
   }
 
-  const kind = ({ text, wide, name }) => [name === "sample" && state.by === "prompt" ? "samples" : name === "prompt" ? "words" : text ? "" : "number", wide ? "wide" : ""].join(" ").trim() || null;
+  const kind = ({ text, name }) => (name === "sample" && state.by === "prompt" ? "samples" : name === "prompt" ? "words" : text ? null : "number");
 
   function cell(row, column) {
     const { name, text } = column;
@@ -242,7 +241,7 @@ export function episodesView(app) {
   }
 
   return {
-    element: h("section", {}, filters, table, foot),
+    element: h("section", {}, bar, table, foot),
     enter: () => draw(),
     update({ rows }) {
       if (!rows) return;
