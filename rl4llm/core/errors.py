@@ -3,7 +3,6 @@
     RL4LLMError
     ├── ConfigError        a key, value or combination in the configuration
     ├── DataError          a file, row or column of a dataset
-    │   ├── BadRowError            a row with a fault, which data.bad_rows=skip leaves out
     │   └── SpecialTokenError      a text contains a special token, which the configuration refuses
     ├── TemplateError      a chat template that cannot be extended token for token
     ├── ModelError         a model or tokenizer that cannot be used
@@ -55,10 +54,6 @@ class ConfigError(RL4LLMError):
 
 class DataError(RL4LLMError):
     """A dataset file, row or column cannot be used."""
-
-
-class BadRowError(DataError):
-    """A single row cannot be used; `data.bad_rows=skip` leaves it out."""
 
 
 class SpecialTokenError(DataError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from rl4llm.core.errors import BadRowError, DataError
+from rl4llm.core.errors import DataError
 from rl4llm.core.images import Picture
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -45,11 +45,10 @@ _ROLE_NAMES = {role: role for role in ROLES} | {
     "human": "user",
     "gpt": "assistant",
     "observation": "tool",
+    "tool_response": "tool",
 }
-_MEDIA_FILES = (
-    ".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".mp4", ".avi", ".mov", ".mkv", ".webm", ".wav",
-    ".mp3", ".flac", ".ogg",
-)  # fmt: skip
+IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_MEDIA_FILES = (*IMAGE_FILES, ".mp4", ".avi", ".mov", ".mkv", ".webm", ".wav", ".mp3", ".flac", ".ogg")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 
@@ -116,7 +115,7 @@ class ChatMessage:
                 "ChatMessage.content must be the texts of its parts. Use ChatMessage.showing(...)."
             )
         if self.role == "assistant":
-            raise BadRowError("a message of the assistant has an image, and the policy writes text alone.")
+            raise DataError("a message of the assistant has an image, and the policy writes text alone.")
 
     @property
     def is_empty(self) -> bool:
@@ -149,8 +148,8 @@ class ChatMessage:
     def from_dict(cls, row: Mapping[str, Any], picture: ReadPicture | None = None) -> ChatMessage:
         """Read a message in any known form; `picture` reads its images.
 
-        Raises DataError for a missing role or content, and for keys and values that are not read, all by name;
-        BadRowError for one with images if `picture` is None, and for one with other media.
+        Raises DataError for a missing role or content, for keys and values that are not read, all by name, for images if
+        `picture` is None, and for other media.
         """
         if len(row) == 2 and row.get("role") in ROLES and type(row.get("content")) is str:
             return cls(row["role"], row["content"])
@@ -159,7 +158,7 @@ class ChatMessage:
         role = _one_of(given, ("role", "from"), lambda _, value: _ROLE_NAMES.get(str(value), str(value)))
         said = _one_of(given, ("content", "value"), lambda _, value: value)
         said = row.get("content", row.get("value")) if said is None else said
-        if role == "function_call":  # a message that is nothing but a call, as JSON text
+        if role in ("function_call", "tool_call"):  # a message that is nothing but a call, as JSON text
             role, said, given = "assistant", None, {**given, "function_call": said}
         calls = _calls_of(given, role)
         reasoning = _one_of(given, THOUGHTS, _text) or ""
@@ -195,15 +194,33 @@ def read_arguments(value: Any, where: str = "arguments") -> dict[str, Any]:
     if value is None or value == "":
         return {}
     if isinstance(value, str):
-        try:
-            found = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}={value!r:.100} is not JSON: {error}.") from error
+        found = read_json(value, where)
     if isinstance(found, list | tuple):
         found = _of_pairs(found)
     if not isinstance(found, Mapping):
         raise DataError(f"{where}={value!r:.100} is not accepted. Accepted: an object, or its JSON text.")
     return dict(found)
+
+
+def read_json(text: str, where: str) -> Any:
+    """Return what a JSON text holds; raise DataError, with `where` it is, for other texts and objects with equal keys."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        line = "" if error.lineno == 1 else f":{error.lineno}"
+        raise DataError(
+            f"{where}{line}: not valid JSON at column {error.colno}: {error.msg}: {text[:60]!r}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not readable as JSON: {error}.") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"an object has the key {twice!r} twice. Rename or remove one of them")
+    return made
 
 
 def is_media(value: Any) -> bool:
@@ -232,7 +249,7 @@ def _is_given(value: Any) -> bool:
 
 def _check_keys(given: Mapping[str, Any]) -> None:
     if media := [key for key in MEDIA if key in given]:
-        raise BadRowError(f"the message has {media[0]!r}, {UNSEEN}")
+        raise DataError(f"the message has {media[0]!r}, {UNSEEN}")
     if "mask" in given:
         raise DataError(
             "the message's key 'mask' is not read: in some projects 1 means learned, in others hidden. Next step: write "
@@ -278,7 +295,7 @@ def _part(key: str, part: Any, picture: ReadPicture | None) -> Part:
         stored = (part.get(name) for name in ("image_url", "image", "url", "path", "bytes", "base64"))
         return picture(next((value for value in stored if value is not None), None))
     if any(name in str(kind) for name in ("image", "video", "audio", "file")):
-        raise BadRowError(f"{key} has a part of type {kind!r}, {UNSEEN}")
+        raise DataError(f"{key} has a part of type {kind!r}, {UNSEEN}")
     raise DataError(
         f"{key} has a part of type {kind!r}: {part!r:.60}. Accepted: parts {{'type': 'text', 'text': ...}}."
     )
@@ -313,10 +330,7 @@ def _calls_of(given: Mapping[str, Any], role: Any) -> tuple[Mapping[str, Any], .
             f"the message has calls of tools, but its role is {role!r}. Only the assistant calls tools."
         )
     if isinstance(stored, str):
-        try:
-            stored = json.loads(stored)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"tool_calls={stored!r:.100} is not JSON: {error}.") from error
+        stored = read_json(stored, "tool_calls")
     if not isinstance(stored, list | tuple | None):
         raise DataError(f"tool_calls must be a list, not {stored!r:.60}.")
     calls = tuple(_call(call) for call in stored or ())

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
-from rl4llm.core.errors import BadRowError, ConfigError, DataError
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.columns import TOOLS, has_column, messages_in, value_at
 from rl4llm.data.load import PROMPT_COLUMNS, Messages, RowReader, conversation
@@ -41,220 +41,198 @@ _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 class _WithAnswers(RowReader):
     """Read rows that contain what is learned, so that no ground truth is needed."""
 
-    def ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
+    def ground_truth(self, row: Mapping[str, Any]) -> Any:
         column = self.answer_column or "ground_truth"
         return value_at(row, column) if has_column(row, column) else None
 
-    def prompt_beside(self, where: str, row: Mapping[str, Any]) -> Messages | None:
+    def prompt_beside(self, row: Mapping[str, Any]) -> Messages | None:
         """Return the prompt of a row with answers; None if it has no separate column."""
-        column = self.prompt_column or next(
-            (name for name in ("prompt", "messages", "conversations") if row.get(name) is not None), None
-        )
-        return None if column is None else self.prompt(where, row, column)
+        names = ("prompt", "messages", "conversations")
+        column = self.prompt_column or next((name for name in names if row.get(name) is not None), None)
+        return None if column is None else self.prompt(row, column)
 
 
 class Conversations(_WithAnswers):
     """Read conversations: messages, or a prompt and its answer in separate columns; or texts without any roles."""
 
-    def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
-        given = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
-        if not self.prompt_column and given in ("messages", "conversations"):
-            messages, answers, stored = RowReader.read(self, where, row)
+    def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
+        name = self.prompt_column or next(
+            (name for name in PROMPT_COLUMNS if row.get(name) is not None), None
+        )
+        if not self.prompt_column and name in ("messages", "conversations"):
+            messages, answers, stored = RowReader.read(self, row)
             if not messages:
-                raise BadRowError(
-                    f"{where}: {given} is empty, so there is nothing to imitate. Remove the row."
-                )
+                raise DataError(f"{name} is empty, so there is nothing to imitate. Remove the row.")
             return messages, answers, stored
-        if not self.prompt_column and given is None and (told := self.instruction(where, row)):
-            return told, {}, (_dicts(told),)
-        if not self.prompt_column and given is None and row.get("text") is not None:
-            return [], {"text": self.text(where, row)}, row["text"]
-        calling = given is None and bool(row.get(TOOLS)) and {"query", _CALLS} <= row.keys()
+        if name is None and (turns := self.instruction(row)):
+            return turns, {}, (_dicts(turns),)
+        if name is None and row.get("text") is not None:
+            return [], {"text": self.text(row)}, row["text"]
+        calling = name is None and bool(row.get(TOOLS)) and {"query", _CALLS} <= row.keys()
         column = self.answer_column or (_CALLS if calling else "completion")
-        asked = calling and not self.prompt_column
-        prompt = self.prompt(where, row, "query") if asked else self.prompt_beside(where, row)
+        prompt = self.prompt(row, "query") if calling else self.prompt_beside(row)
         if prompt is None or not has_column(row, column):
             raise DataError(
-                f"{where}: the row has no conversation. Accepted: a column 'messages' or 'conversations'; 'prompt' and "
+                "the row has no conversation. Accepted: a column 'messages' or 'conversations'; 'prompt' and "
                 "'completion' (others: data.prompt_column, data.answer_column); 'query', 'tools' and 'answers'; or 'text' "
                 f"for a text without roles. The row has: {', '.join(map(str, row))}."
             )
         if any(message.role == "assistant" for message in prompt):
             raise DataError(
-                f"{where}: the prompt contains answers of the assistant, which would be learned too. "
-                "Use a column 'messages'."
+                "the prompt contains answers of the assistant, which would be learned. Use a column 'messages'."
             )
-        answer = answer_of(where, row, column)
-        _check_follows(where, column, answer)
-        messages = [*prompt, *answer]
-        return messages, {}, (_dicts(messages),)
+        if column == "completion" and str(row.get("label")).lower() == "false":
+            raise DataError(
+                "label=false marks a bad answer, which would be learned. Remove the row, or learn with kto."
+            )
+        answer = answer_of(row, column)
+        _check_follows(column, answer)
+        return [*prompt, *answer], {}, (_dicts([*prompt, *answer]),)
 
-    def instruction(self, where: str, row: Mapping[str, Any]) -> Messages | None:
+    def instruction(self, row: Mapping[str, Any]) -> Messages | None:
         """Return a row of an instruction, an input that may be empty and an answer; None for other rows."""
         answer = self.answer_column or next((name for name in ("output", "response") if name in row), None)
         if answer is None or not isinstance(row.get("instruction"), str):
             return None
         if str(row.get("history") or "").strip("[]()\"', "):
             raise DataError(
-                f"{where}: the row has earlier turns in a column 'history', which is not read. Next step: write the whole "
-                "conversation in a column 'messages'."
+                "the row has earlier turns in a column 'history', which is not read. Write the whole conversation in a "
+                "column 'messages'."
             )
-        columns = ("instruction", "input", "context")
-        texts = [row[name] for name in columns if row.get(name) not in (None, [], {})]
-        if strange := [text for text in texts if not isinstance(text, str)]:
-            raise DataError(
-                f"{where}: the columns 'input' and 'context' must be strings, not {strange[0]!r:.60}."
-            )
+        names = ("instruction", "input", "context")
+        texts = [_text(name, row[name]) for name in names if row.get(name) not in (None, [], {})]
         prompt = "\n\n".join(text for text in texts if text.strip())
         if self.prompt_template is not None:
             prompt = self.prompt_template.format(prompt=prompt)
-        return [ChatMessage("user", prompt), *answer_of(where, row, answer)]
+        return [ChatMessage("user", prompt), *answer_of(row, answer)]
 
-    def check(self, where: str, messages: Messages) -> None:
-        """Raise DataError if no message can be imitated, or two answers follow each other directly."""
+    def check(self, messages: Messages) -> None:
+        """Raise DataError if nothing can be imitated, or answers follow each other or nothing."""
         if not messages:  # a text without roles
             return
         if not any(message.role == "assistant" for message in messages):
-            raise BadRowError(
-                f"{where}: the conversation has no assistant message, so there is nothing to imitate. Remove the row."
-            )
-        self.check_learned(where, messages)
-        check_replies(where, "messages", messages)
-        for number, (before, after) in enumerate(pairwise(messages), start=1):
-            if before.role == after.role == "assistant":
-                raise BadRowError(
-                    f"{where}: messages {number} and {number + 1} are both the assistant's, with no message between them. "
-                    "Next step: join them into one message, or remove the row."
+            raise DataError("the conversation has no assistant message, so there is nothing to imitate.")
+        self.check_learned(messages)
+        check_replies("messages", messages)
+        for number, message in enumerate(messages, start=1):
+            if message.role == "assistant" and (number == 1 or messages[number - 2].role == "assistant"):
+                raise DataError(
+                    f"message {number} is the assistant's, but no message before it asks for an answer. Join it with the "
+                    "message before it, or remove the row."
                 )
 
-    def check_learned(self, where: str, messages: Messages) -> None:
+    def check_learned(self, messages: Messages) -> None:
         """Raise DataError for messages of others that should be learned, or if none of the assistant's is."""
-        check_learned(where, "messages", messages)
+        check_learned("messages", messages)
         for number, message in enumerate(messages, start=1):
             if message.learned and message.role != "assistant":
                 raise DataError(
-                    f"{where}: message {number} of messages should be learned, but its role is {message.role!r}. Only the "
+                    f"message {number} of messages should be learned, but its role is {message.role!r}. Only the "
                     "assistant's are learned, unless algorithm.learn is context or all."
                 )
 
-    def text(self, where: str, row: Mapping[str, Any]) -> str:
+    def text(self, row: Mapping[str, Any]) -> str:
         """Return a text that is learned as a whole; raise DataError for anything else."""
         for name in ("system_prompt", "prompt_template"):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"data.{name} has no effect on texts without roles (column 'text'). Remove it."
                 )
-        if asked := [name for name in _ASKED if row.get(name) not in (None, "")]:
+        if others := [name for name in _ASKED if row.get(name) not in (None, "")]:
             raise DataError(
-                f"{where}: the row has a text without roles (column 'text'), but also {', '.join(asked)}. Next step: name "
-                "the columns of prompt and answer with data.prompt_column and data.answer_column, or keep only the text."
+                f"the row has a text without roles (column 'text'), but also {', '.join(others)}. Name the columns of "
+                "prompt and answer with data.prompt_column and data.answer_column, or keep only the text."
             )
-        text = row["text"]
-        if not isinstance(text, str):
-            raise DataError(f"{where}: column 'text' must be a string, not {text!r:.60}.")
-        if not text.strip():
-            raise BadRowError(f"{where}: the text is empty. Remove the row.")
+        if not (text := _text("text", row["text"])).strip():
+            raise DataError("the text is empty. Remove the row.")
         return text
 
 
 class WholeConversations(Conversations):
     """Read conversations in which all messages after the prompt are learned."""
 
-    def check_learned(self, where: str, messages: Messages) -> None:
-        """Raise BadRowError if nothing is learned, or a run of messages between two answers only in part."""
-        after = messages[_first_answer(messages) :]
-        for is_answer, run in groupby(after, lambda message: message.role == "assistant"):
+    def check_learned(self, messages: Messages) -> None:
+        """Raise DataError if nothing is learned, or a run of messages between two answers only in part."""
+        first = next(number for number, message in enumerate(messages) if message.role == "assistant")
+        for is_answer, run in groupby(messages[first:], lambda message: message.role == "assistant"):
             if not is_answer and len({message.learned is False for message in run}) > 1:
-                raise BadRowError(
-                    f"{where}: of the messages between two answers of the assistant some have a weight of 0. They are one "
+                raise DataError(
+                    "of the messages between two answers of the assistant some have a weight of 0. They are one "
                     "piece: give all of them the same weight."
                 )
-        if not any(map(self.learns, after)):
-            raise BadRowError(
-                f"{where}: the conversation has nothing to learn: each message that could be learned has a weight of 0."
+        if not any(map(self.learns, messages[first:])):
+            raise DataError(
+                "nothing of the conversation is learned: behind the first answer no message is left, or each has a "
+                "weight of 0."
             )
 
     def learns(self, message: ChatMessage) -> bool:
         """Return whether a message after the prompt is learned."""
         return message.learned is not False
 
-    def text(self, where: str, row: Mapping[str, Any]) -> str:
+    def text(self, row: Mapping[str, Any]) -> str:
         raise ConfigError(
-            f"{where}: the row is a text without roles (column 'text'), so it has no turns. Set "
-            "algorithm.learn=assistant to learn all of it."
+            "the row is a text without roles (column 'text'), so it has no turns. Set algorithm.learn=assistant."
         )
 
 
 class Worlds(WholeConversations):
     """Read conversations in which the environment's messages after the first answer are learned."""
 
-    def check_learned(self, where: str, messages: Messages) -> None:
-        """Raise BadRowError also for a conversation that ends with the first answer."""
-        if all(message.role == "assistant" for message in messages[_first_answer(messages) :]):
-            raise BadRowError(
-                f"{where}: the conversation has no message after the first answer, so there is no next state to predict."
-            )
-        WholeConversations.check_learned(self, where, messages)
-
     def learns(self, message: ChatMessage) -> bool:
         return message.role != "assistant" and message.learned is not False
-
-
-def _first_answer(messages: Messages) -> int:
-    return next(number for number, message in enumerate(messages) if message.role == "assistant")
 
 
 class Pairs(_WithAnswers):
     """Read rows with a preferred and a rejected answer to a prompt."""
 
-    def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
-        prompt = self.prompt_beside(where, row)
+    def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
+        prompt = self.prompt_beside(row)
         alone = prompt is None
-        chosen, rejected = (answer_of(where, row, column, alone=alone) for column in ("chosen", "rejected"))
+        chosen, rejected = (answer_of(row, column, alone=alone) for column in ("chosen", "rejected"))
         if chosen == rejected:
-            raise BadRowError(
-                f"{where}: chosen and rejected are identical, so neither is preferred. Remove the row."
-            )
+            raise DataError("chosen and rejected are identical, so neither is preferred. Remove the row.")
         if chosen[0].role != "assistant":
-            prompt = _shared_prompt(where, chosen, rejected, prompt)
+            prompt = _shared_prompt(chosen, rejected, prompt)
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        prompt = _checked_prompt(where, row, prompt)
-        for column, messages in (("chosen", chosen), ("rejected", rejected)):
-            _check_follows(where, column, messages)
-        check_replies(where, "chosen", chosen)  # an empty answer may well be the rejected one
-        answers = {"chosen": _dicts(chosen), "rejected": _dicts(rejected), "margin": _margin(where, row)}
+        prompt = _checked_prompt(row, prompt)
+        _check_follows("chosen", chosen)
+        _check_follows("rejected", rejected)
+        check_replies("chosen", chosen)  # an empty answer may well be the rejected one
+        answers = {"chosen": _dicts(chosen), "rejected": _dicts(rejected), "margin": _margin(row)}
         return prompt, answers, (_dicts(prompt), answers)
 
 
 class Comparisons(Pairs):
     """Read pairs that are compared as a whole, with one value for each conversation."""
 
-    def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
-        prompt, answers, stored = Pairs.read(self, where, row)
-        for column, messages in (("the prompt", _dicts(prompt)), *answers.items()):
-            if column != "margin" and any("weight" in message for message in messages):
-                raise BadRowError(
-                    f"{where}: {column} says which messages are learned (a weight or the like), but a reward model learns "
-                    "one value for a whole conversation. Remove these keys."
-                )
+    def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
+        prompt, answers, stored = Pairs.read(self, row)
+        if any(
+            "weight" in message for message in (*_dicts(prompt), *answers["chosen"], *answers["rejected"])
+        ):
+            raise DataError(
+                "the row says which messages are learned (a weight or the like), but a reward model learns one value for "
+                "a whole conversation. Remove these keys."
+            )
         return prompt, answers, stored
 
 
 class Labels(_WithAnswers):
     """Read rows with a prompt and an answer that is labelled good or bad."""
 
-    def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
-        prompt = _checked_prompt(where, row, self.prompt_beside(where, row))
-        completion = answer_of(where, row, "completion")
-        _check_follows(where, "completion", completion)
+    def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
+        prompt = _checked_prompt(row, self.prompt_beside(row))
+        completion = answer_of(row, "completion")
+        _check_follows("completion", completion)
         stored = row.get("label")
         label = _LABELS.get(str(stored).lower())
         if label is None:
             raise DataError(
-                f"{where}: label={stored!r:.60} is not accepted. Accepted: true for a good answer, false for a bad one."
+                f"label={stored!r:.60} is not accepted. Accepted: true for a good answer, false for a bad one."
             )
         if label:
-            check_replies(where, "completion", completion)
+            check_replies("completion", completion)
         answers = {"completion": _dicts(completion), "label": label}
         return prompt, answers, (_dicts(prompt), answers)
 
@@ -271,7 +249,7 @@ def check_labels(rows: Any, limit: int | None = None) -> None:
         )
 
 
-def answer_of(where: str, row: Mapping[str, Any], column: str, *, alone: bool = False) -> Messages:
+def answer_of(row: Mapping[str, Any], column: str, *, alone: bool = False) -> Messages:
     """Return the answer in a column, a string or messages, as messages; raises DataError if it is missing or empty.
 
     An answer that is `alone`, without a prompt in another column, may be a dialogue in one string. The column `answers` of
@@ -279,20 +257,20 @@ def answer_of(where: str, row: Mapping[str, Any], column: str, *, alone: bool = 
     """
     if not has_column(row, column):
         raise DataError(
-            f"{where}: the column {column!r} is missing. The row has: {', '.join(map(str, row))}. "
+            f"the column {column!r} is missing. The row has: {', '.join(map(str, row))}. "
             "Next: rename the column, or choose an algorithm.name that learns from other columns."
         )
-    value = messages_in(value_at(row, column), f"{where}: {column}")
+    value = messages_in(value_at(row, column), column)
     if value is None:
         messages = []
     elif column == _CALLS and row.get(TOOLS):
-        messages = conversation(where, column, [{"role": "assistant", "content": "", "tool_calls": value}])
+        messages = conversation(column, [{"role": "assistant", "content": "", "tool_calls": value}])
     elif isinstance(value, str):
         messages = (_dialogue(value) if alone else []) or [ChatMessage("assistant", value)]
     else:
-        messages = conversation(where, column, [value] if isinstance(value, Mapping) else value)
+        messages = conversation(column, [value] if isinstance(value, Mapping) else value)
     if not messages or (len(messages) == 1 and messages[0].is_empty):
-        raise BadRowError(f"{where}: {column} is empty. Fill it in or remove the row.")
+        raise DataError(f"{column} is empty. Fill it in or remove the row.")
     return messages
 
 
@@ -307,12 +285,12 @@ def _dialogue(text: str) -> Messages:
     ]
 
 
-def check_replies(where: str, column: str, messages: Messages) -> None:
+def check_replies(column: str, messages: Messages) -> None:
     """Raise DataError for an assistant message without content and tool calls, which would train empty replies."""
     number = empty_reply(messages)
     if number:
-        raise BadRowError(
-            f"{where}: message {number} of {column} is an empty reply of the assistant, which would train the model to "
+        raise DataError(
+            f"message {number} of {column} is an empty reply of the assistant, which would train the model to "
             "reply with nothing. Fill it in or remove the row."
         )
 
@@ -325,15 +303,20 @@ def empty_reply(messages: Sequence[ChatMessage]) -> int | None:
     return None
 
 
-def check_learned(where: str, column: str, messages: Messages) -> None:
-    """Raise BadRowError if each of the assistant's messages has a weight of 0."""
+def check_learned(column: str, messages: Messages) -> None:
+    """Raise DataError if each of the assistant's messages has a weight of 0, or a user ends the conversation."""
     if all(message.learned is False for message in messages if message.role == "assistant"):
-        raise BadRowError(
-            f"{where}: no message of {column} is learned: the weight of each of the assistant's is 0. Remove the row."
+        raise DataError(
+            f"no message of {column} is learned: each of the assistant's has a weight of 0. Remove the row."
+        )
+    if messages[-1].role in ("user", "system"):  # of which a mislabelled answer is the most frequent cause
+        raise DataError(
+            f"{column} ends with a message of role {messages[-1].role!r}, which nothing answers and nothing learns. Correct "
+            "its role, or remove it."
         )
 
 
-def _shared_prompt(where: str, chosen: Messages, rejected: Messages, prompt: Messages | None) -> Messages:
+def _shared_prompt(chosen: Messages, rejected: Messages, prompt: Messages | None) -> Messages:
     """Return what two whole conversations have in common, up to the answer in which they differ."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     size = next((i for i, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
@@ -342,49 +325,53 @@ def _shared_prompt(where: str, chosen: Messages, rejected: Messages, prompt: Mes
     shared = chosen[:size]
     following = {side[size].role for side in (chosen, rejected) if len(side) > size}
     if not shared or following != {"assistant"}:
-        raise BadRowError(
-            f"{where}: chosen and rejected start from different prompts: they first differ at message {size}, which must be "
+        raise DataError(
+            f"chosen and rejected start from different prompts: they first differ at message {size}, which must be "
             "the assistant's in both. Only answers to the same prompt can be compared."
         )
     if prompt is not None:
         adds_system = len(chosen) > len(prompt) and chosen[0].role == "system"  # which the prompt may lack
         start = adds_system and (not prompt or prompt[0].role != "system")
         if chosen[start : len(prompt) + start] != prompt:
-            raise BadRowError(
-                f"{where}: chosen and rejected are whole conversations, but do not begin with the row's prompt."
+            raise DataError(
+                "chosen and rejected are whole conversations, but do not begin with the row's prompt."
             )
     return shared
 
 
-def _checked_prompt(where: str, row: Mapping[str, Any], prompt: Messages | None) -> Messages:
+def _checked_prompt(row: Mapping[str, Any], prompt: Messages | None) -> Messages:
     if prompt is None:
         raise DataError(
-            f"{where}: the row has no prompt. Accepted: a column 'prompt' or 'messages' (another: data.prompt_column), or "
+            f"the row has no prompt. Accepted: a column 'prompt' or 'messages' (another: data.prompt_column), or "
             "for pairs whole conversations in 'chosen' and 'rejected', as messages or as strings "
             f"'Human: ...\\n\\nAssistant: ...'. The row has: {', '.join(map(str, row))}."
         )
     return prompt
 
 
-def _check_follows(where: str, column: str, messages: Messages) -> None:
+def _check_follows(column: str, messages: Messages) -> None:
     if not messages or messages[0].role != "assistant":
-        found = f"a message of role {messages[0].role!r}" if messages else "nothing"
         raise DataError(
-            f"{where}: {column} must continue with an answer of the assistant, but {found} follows the prompt."
+            f"{column} must continue with an answer of the assistant, not of {messages[0].role if messages else 'nobody'!r}."
         )
-    check_learned(where, column, messages)
+    check_learned(column, messages)
 
 
-def _margin(where: str, row: Mapping[str, Any]) -> float:
+def _margin(row: Mapping[str, Any]) -> float:
     """Return the margin of a pair, which is text in a .csv; null is 0. Raises DataError for anything else."""
-    stored = row.get("margin")
     try:
-        margin = 0.0 if stored is None else float("nan" if isinstance(stored, bool) else stored)
+        margin = float(row.get("margin") or 0)
     except (TypeError, ValueError):
         margin = math.nan
     if not 0 <= margin < math.inf:
-        raise DataError(f"{where}: margin={stored!r:.60} is not accepted. Accepted: a number, 0 or more.")
+        raise DataError(f"margin={row['margin']!r:.60} is not accepted. Accepted: a number, 0 or more.")
     return margin
+
+
+def _text(column: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"column {column!r} must be a string, not {value!r:.60}.")
+    return value
 
 
 def _dicts(messages: Messages) -> list[dict[str, Any]]:

@@ -6,36 +6,70 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rl4llm.core.errors import BadRowError, DataError
-from rl4llm.core.message import MEDIA, UNSEEN, is_media, read_arguments
+from rl4llm.core.errors import DataError
+from rl4llm.core.message import IMAGE_FILES, is_encoded, is_media, read_arguments, read_json
 
-TOOLS, TEMPLATE_ARGS = "tools", "chat_template_kwargs"
+TOOLS, FUNCTIONS, TEMPLATE_ARGS = "tools", "functions", "chat_template_kwargs"
+IMAGES = ("image", "images", "image_url")
 _PARAMETERS = ("input_schema", "inputSchema")  # what Anthropic and MCP call them
 _LIST = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
 # an array without its commas
 _PRINTED = re.compile(r"""\}\s*\n\s*\{\s*(["'])(role|from|content|value)\1\s*:""")
+_BEGINNINGS = re.compile(
+    rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP", re.DOTALL
+)  # of image files
+_BASE64_BEGINNINGS = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 _OF_SCHEMAS = frozenset(("type", "properties", "$ref", "anyOf", "oneOf", "allOf", "$defs", "required"))
 
 
 def shown_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a row with tools and template variables as chat templates take them, if they say anything.
 
-    Raises DataError for schemas that cannot be read, and BadRowError for a row with pictures, videos or sounds.
+    Raises DataError for schemas that cannot be read.
     """
-    for name in MEDIA:
-        if name in row and is_media(row[name]):
-            raise BadRowError(
-                f"the column {name!r} holds pictures, videos or sounds, {UNSEEN} Remove the column if the text alone makes "
-                "sense, or remove the row."
-            )
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     if row.get(TOOLS):
-        found[TOOLS] = read_tools(row[TOOLS])
+        columns[TOOLS] = read_tools(row[TOOLS])
     if row.get(TEMPLATE_ARGS):
-        found[TEMPLATE_ARGS] = read_arguments(row[TEMPLATE_ARGS], TEMPLATE_ARGS)
-    return found
+        columns[TEMPLATE_ARGS] = read_arguments(row[TEMPLATE_ARGS], TEMPLATE_ARGS)
+    return columns
+
+
+def picture_columns(row: Mapping[str, Any], directory: Path) -> list[str]:
+    """Return the columns with pictures, which their values tell; without such values, those whose names do.
+
+    A text is a picture if it is a data URI, long base64 of an image's bytes, or the path of an image below `directory`.
+    """
+    return [name for name, value in row.items() if _is_picture(value, directory)] or [
+        name for name in IMAGES if name in row and is_media(row[name])
+    ]
+
+
+def _is_picture(value: Any, directory: Path) -> bool:
+    if isinstance(value, str):
+        if value.startswith(_BASE64_BEGINNINGS):
+            return value.startswith("data:") or is_encoded(value)
+        return value[-5:].lower().endswith(IMAGE_FILES) and is_file(directory / value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _BEGINNINGS.match(value) is not None
+    if isinstance(value, list | tuple):
+        return any(_is_picture(item, directory) for item in value[:64])
+    if isinstance(value, Mapping):
+        stored = (value.get(key) for key in ("bytes", "url", "image", "image_url"))
+        path = value["path"] if {*value} == {"bytes", "path"} else None
+        return any(_is_picture(item, directory) for item in stored) or str(path).lower().endswith(IMAGE_FILES)
+    return hasattr(value, "save") and hasattr(value, "mode")  # an image of Pillow
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is a file; what is too long or has a null byte is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def has_column(row: Mapping[str, Any], column: str) -> bool:
@@ -68,12 +102,12 @@ def columns_key(row: Mapping[str, Any], own: Sequence[str]) -> str:
     return json.dumps([tools, args], default=str) if tools or args else ""
 
 
-def messages_in(stored: Any, where: str, *, only: bool = False) -> Any:
+def messages_in(stored: Any, column: str, *, only: bool = False) -> Any:
     """Return the messages in a text, which JSON or Python wrote; anything else stays as it is.
 
     Where the text can be nothing else, so `only` messages, any list in it is returned.
 
-    Raises DataError, with `where` it is, for a text that is neither but looks like messages, such as a printed array.
+    Raises DataError, with the `column`, for a text that is neither but looks like messages, such as a printed array.
     """
     if not isinstance(stored, str) or not (only or _LIST.fullmatch(stored)):
         return stored
@@ -86,7 +120,7 @@ def messages_in(stored: Any, where: str, *, only: bool = False) -> Any:
     if not _PRINTED.search(stored):
         return stored
     raise DataError(
-        f"{where}: {stored!r:.60} looks like messages, but is neither JSON nor a list of Python. Write it as JSON."
+        f"{column}: {stored!r:.60} looks like messages, but is neither JSON nor a list of Python. Write it as JSON."
     )
 
 
@@ -95,12 +129,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
 
     Raises DataError for anything else.
     """
-    tools = value
-    if isinstance(value, str):
-        try:
-            tools = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise _refused(value) from error
+    tools = read_json(value, TOOLS) if isinstance(value, str) else value
     tools = [tools] if isinstance(tools, Mapping) else tools
     if not isinstance(tools, list | tuple):
         raise _refused(value)
@@ -168,7 +197,7 @@ def arrow_row(row: Any) -> Any:
     if not isinstance(row, Mapping):
         return row
     return {
-        key: without_nulls(value) if key in (TOOLS, TEMPLATE_ARGS) else _of_messages(value)
+        key: without_nulls(value) if key in (TOOLS, FUNCTIONS, TEMPLATE_ARGS) else _of_messages(value)
         for key, value in row.items()
     }
 

@@ -25,7 +25,7 @@ import numpy as np
 import PIL.Image
 from numpy.typing import NDArray
 
-from rl4llm.core.errors import BadRowError, DataError
+from rl4llm.core.errors import DataError
 from rl4llm.core.images import Image, Picture
 from rl4llm.core.message import is_encoded
 from rl4llm.core.types import ChatMessage
@@ -37,7 +37,7 @@ MAX_BYTES, MAX_PIXELS, MAX_SIDE = 32 << 20, 1 << 25, 0xFFFF
 MAX_IMAGES = 64
 """The most images of a row."""
 
-COLUMNS, MARK = ("image", "images"), "<image>"
+MARK = "<image>"
 
 KEPT = 512  # images whose pixels stay in memory
 
@@ -52,7 +52,7 @@ def read_picture(value: Any, directory: Path | None = None) -> Picture:
     """Return the picture that a column, a content part or a tool gives.
 
     Accepted: a Picture, an image of Pillow, bytes of a file, ``{"bytes": ..., "path": ...}``, a data URI, base64 text, and a
-    path relative to `directory`, below it. Raises BadRowError for anything else, addresses of the network among it, and for
+    path relative to `directory`, below it. Raises DataError for anything else, addresses of the network among it, and for
     a file that is broken or exceeds the limits; only its header is decoded.
     """
     picture = _picture(value, directory)
@@ -68,7 +68,7 @@ def size_of(picture: Picture) -> tuple[int, int]:
 def canonical(picture: Picture, size: Callable[[int, int], tuple[int, int]], resample: int) -> Pixels:
     """Return RGB pixels, resized once to `size(height, width)`; transparent parts are white, EXIF rotations applied.
 
-    Raises BadRowError for an image that cannot be decoded or resized.
+    Raises DataError for an image that cannot be decoded or resized.
     """
     image = _opened(picture)
     turn = _TURNS.get(_orientation(image))
@@ -83,7 +83,7 @@ def canonical(picture: Picture, size: Callable[[int, int], tuple[int, int]], res
             image = PIL.Image.alpha_composite(ground, image)
         image = image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
-        raise BadRowError(f"the image cannot be used: {error}.") from error
+        raise DataError(f"the image cannot be used: {error}.") from error
     if (width, height) != image.size:
         image = image.resize((width, height), resample=resample)
     return np.asarray(image, np.uint8)
@@ -105,32 +105,35 @@ def _orientation(image: PIL.Image.Image) -> int:
 
 
 class RowImages:
-    """The images of a row: those inside its messages, and those of its columns `image` and `images`, taken in order.
+    """The images of a row: those inside its messages, and those of its `columns`, taken in order.
 
     The places of a column's images are content parts without data, ``{"type": "image"}``, or ``<image>`` in the texts; an
-    image of a row that marks no place stands before the first message of the user.
+    image of a row that marks no place stands before the first message of the user. A picture that a second column holds
+    again, such as its file beside its bytes, is not shown again.
     """
 
-    def __init__(self, row: Mapping[str, Any], directory: Path | None):
+    def __init__(self, columns: Mapping[str, Any], directory: Path | None):
         self._directory = directory
-        given = [row[name] for name in COLUMNS if row.get(name) is not None]
-        values = [each for value in given for each in (value if isinstance(value, list | tuple) else [value])]
-        self._waiting = [read_picture(value, directory) for value in values if value is not None]
+        self._waiting: list[Picture] = []
+        for value in columns.values():
+            items = value if isinstance(value, list | tuple) else [value]
+            pictures = [read_picture(item, directory) for item in items if item is not None]
+            self._waiting += [picture for picture in pictures if picture not in self._waiting]
         self._found = 0
 
     def __call__(self, value: Any = None) -> Picture:
         """Return the picture of a content part, or the next one of the column for a part without data."""
         self._found += 1
         if self._found > MAX_IMAGES:
-            raise BadRowError(f"the row has more than {MAX_IMAGES} images.")
+            raise DataError(f"the row has more than {MAX_IMAGES} images.")
         if value is not None:
             return read_picture(value, self._directory)
         if not self._waiting:
-            raise BadRowError("the messages have more places for images than the row has images.")
+            raise DataError("the messages have more places for images than the row has images.")
         return self._waiting.pop(0)
 
     def placed(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Return messages with the images of the columns at their places; raises BadRowError if any is left."""
+        """Return messages with the images of the columns at their places; raises DataError if any is left."""
         if not self._waiting:
             return list(messages)
         marks = sum(message.content.count(MARK) for message in messages)
@@ -142,7 +145,7 @@ class RowImages:
                 for number, message in enumerate(messages)
             ]
         if marks != len(self._waiting):
-            raise BadRowError(
+            raise DataError(
                 f"the row has {len(self._waiting)} images beside its messages, whose texts have {marks} times {MARK!r}."
             )
         return [self._split(message) if MARK in message.content else message for message in messages]
@@ -249,7 +252,7 @@ def _picture(value: Any, directory: Path | None) -> Picture:
         file = io.BytesIO()
         value.save(file, format="PNG")
         return Picture(file.getvalue())
-    raise BadRowError(
+    raise DataError(
         f"an image cannot be a {type(value).__name__}: {value!r:.60}. Accepted: bytes, {{'bytes': ...}}, a data URI, base64 "
         "text, a path below the data's directory, or an image of Pillow."
     )
@@ -260,9 +263,7 @@ def _of_text(text: str, directory: Path | None) -> Picture:
         text = text.partition(",")[2]
         return Picture(_decoded(text))
     if "://" in text[:12]:
-        raise BadRowError(
-            f"the image {text[:80]!r} is an address, and nothing is downloaded. Store the file."
-        )
+        raise DataError(f"the image {text[:80]!r} is an address, and nothing is downloaded. Store the file.")
     if is_encoded(text):
         return Picture(_decoded(text))
     return _of_file(text, directory)
@@ -270,18 +271,18 @@ def _of_text(text: str, directory: Path | None) -> Picture:
 
 def _of_file(text: str, directory: Path | None) -> Picture:
     if directory is None:
-        raise BadRowError(f"the image {text[:80]!r} is a path, but the rows come from no directory.")
+        raise DataError(f"the image {text[:80]!r} is a path, but the rows come from no directory.")
     try:
         file, root = (directory / text).resolve(), directory.resolve()
         if not file.is_relative_to(root):
-            raise BadRowError(f"the image {text[:80]!r} is not below {root}, the directory of the data.")
+            raise DataError(f"the image {text[:80]!r} is not below {root}, the directory of the data.")
         if file.stat().st_size > MAX_BYTES:
-            raise BadRowError(f"the image {text[:80]!r} has more than {MAX_BYTES:,} bytes.")
+            raise DataError(f"the image {text[:80]!r} has more than {MAX_BYTES:,} bytes.")
         if not file.is_file():  # reading a pipe would wait for ever
-            raise BadRowError(f"the image {text[:80]!r} is not a file.")
+            raise DataError(f"the image {text[:80]!r} is not a file.")
         return Picture(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise BadRowError(
+        raise DataError(
             f"the image {text[:80]!r} cannot be read: {getattr(error, 'strerror', error)}."
         ) from error
 
@@ -290,23 +291,23 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadRowError(f"an image is not base64: {text[:40]!r}.") from error
+        raise DataError(f"an image is not base64: {text[:40]!r}.") from error
 
 
 def _opened(picture: Picture) -> Any:
     """Return an image of Pillow whose header was read and is within the limits."""
     if len(picture.data) > MAX_BYTES:
-        raise BadRowError(f"the image has {len(picture.data):,} bytes. Accepted: at most {MAX_BYTES:,}.")
+        raise DataError(f"the image has {len(picture.data):,} bytes. Accepted: at most {MAX_BYTES:,}.")
     try:
         image = PIL.Image.open(io.BytesIO(picture.data), formats=FORMATS)
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        raise BadRowError(
+        raise DataError(
             f"the image is no {', '.join(FORMATS)} file: {picture.data[:12]!r}... Convert it, or remove the row."
         ) from error
     if image.width * image.height > MAX_PIXELS or max(image.size) > MAX_SIDE:
-        raise BadRowError(
+        raise DataError(
             f"the image has {image.width} x {image.height} pixels. Accepted: {MAX_PIXELS:,}, {MAX_SIDE:,} a side."
         )
     if (frames := getattr(image, "n_frames", 1)) > 1:
-        raise BadRowError(f"the image has {frames} frames. Accepted: one.")
+        raise DataError(f"the image has {frames} frames. Accepted: one.")
     return image

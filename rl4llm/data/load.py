@@ -15,17 +15,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl4llm.core.base_algorithm import LearnsFrom
-from rl4llm.core.errors import BadRowError, ConfigError, DataError, unknown
-from rl4llm.core.message import ReadPicture
+from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.message import MEDIA, UNSEEN, ReadPicture, is_media
 from rl4llm.core.registry import load
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.columns import has_column, messages_in, shown_columns, value_at
+from rl4llm.data.columns import (
+    FUNCTIONS,
+    IMAGES,
+    TOOLS,
+    has_column,
+    messages_in,
+    picture_columns,
+    shown_columns,
+    value_at,
+)
 from rl4llm.data.read import Located, read_rows
 
 if TYPE_CHECKING:
     from rl4llm.data.images import RowImages
 
-IMAGES = ("image", "images")
 Row = dict[str, Any]
 Messages = list[ChatMessage]
 PROMPT_COLUMNS = ("messages", "prompt", "conversations")
@@ -107,12 +115,12 @@ def load_rows(
     With `images`, rows may have images: in content parts, and in the columns `image` and `images`, see
     `rl4llm.data.images.RowImages`. Otherwise a row with images is bad.
     `limit` takes the first rows. With `bad_rows="skip"`, rows with a fault of their content, such as an empty reply, are
-    left out, and `skipped` says why; by default the first of them raises BadRowError.
+    left out, and `skipped` says why; by default the first of them raises DataError.
     Raises ConfigError for options that cannot work, and DataError, with the row's file and
     line, for invalid data.
     """
-    home = _directory_of(source) if images and learns_from in SEES else None
-    reader: RowReader = load(ROW_READERS[learns_from])(**columns, home=home)
+    sees = images and learns_from in SEES
+    reader: RowReader = load(ROW_READERS[learns_from])(**columns, home=_directory_of(source), sees=sees)
     name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
     faults: list[str] = []
     prompts = _prompts(reader, read_rows(source, split), faults, skip=bad_rows == "skip")
@@ -141,7 +149,8 @@ class RowReader:
     answer_pattern: str | None = None
     system_prompt: str | None = None
     prompt_template: str | None = None
-    home: Path | None = None  # the directory of images whose rows name them; None refuses rows with images
+    home: Path = Path(os.devnull)  # the directory of images whose rows name them
+    sees: bool = False  # whether rows may have images
     images: RowImages | None = None  # those of the row that is read
 
     def __post_init__(self) -> None:
@@ -166,114 +175,116 @@ class RowReader:
             if groups == 0:
                 raise ConfigError(f"data.answer_pattern={pattern!r} has no group. Put ( ) around the answer.")
 
-    def named(self, where: str, row: Any) -> tuple[str, Row]:
+    def named(self, row: Any) -> tuple[str, Row]:
         """Return the prompt of a stored row, and its name, which equal rows share; raises DataError for an invalid row."""
         if not isinstance(row, Mapping):
-            table = (
-                " A table of pandas is accepted as table.to_dict('records')." if isinstance(row, str) else ""
-            )
             raise DataError(
-                f"{where}: a row must be a mapping of columns, like {{'prompt': ...}}, not {row!r:.60}.{table}"
+                f"a row must be a mapping of columns, like {{'prompt': ...}}, not {row!r:.60}. Pandas gives them "
+                "with table.to_dict('records')."
             )
-        if self.home is None:
-            return self._named(where, row)
-        try:
-            reader = replace(self, home=None, images=load("rl4llm.data.images:RowImages")(row, self.home))
-            return reader._named(where, {name: row[name] for name in row if name not in IMAGES})
-        except BadRowError as error:
-            raise error if str(error).startswith(where) else BadRowError(f"{where}: {error}") from error
+        if row.get(FUNCTIONS) and not row.get(TOOLS):  # the older name of OpenAI
+            row = {**row, TOOLS: row[FUNCTIONS]}
+        if not self.sees:
+            return self._named(row)
+        columns = {name: row[name] for name in picture_columns(row, self.home)}
+        reader = replace(self, images=load("rl4llm.data.images:RowImages")(columns, self.home))
+        unused = {name for name in IMAGES if row.get(name) is None or is_media(row[name])}
+        return reader._named({name: value for name, value in row.items() if name not in {*columns, *unused}})
 
-    def _named(self, where: str, row: Mapping[str, Any]) -> tuple[str, Row]:
-        messages, answers, stored = self.read(where, row)
+    def _named(self, row: Mapping[str, Any]) -> tuple[str, Row]:
+        unseen = [*picture_columns(row, self.home), *(name for name in MEDIA if is_media(row.get(name)))]
+        if unseen:
+            raise DataError(
+                f"the column {unseen[0]!r} holds pictures, videos or sounds, {UNSEEN} Remove the column if the text alone "
+                "makes sense, or remove the row."
+            )
+        messages, answers, stored = self.read(row)
         if self.images is not None:
             messages = self.images.placed(messages)
             pictures = [hashlib.sha256(each.data).hexdigest() for item in messages for each in item.pictures]
             stored = (stored, pictures) if pictures else stored
-        self.check(where, messages)
-        messages = self.with_system_prompt(where, row, messages)
-        ground_truth = self.ground_truth(where, row)
+        messages = self.with_system_prompt(row, messages)
+        self.check(messages)
         made = {
             "messages": [message.to_dict() for message in messages],
-            "ground_truth": ground_truth,
+            "ground_truth": self.ground_truth(row),
             **answers,
+            **shown_columns(row),
         }
-        try:
-            made |= shown_columns(row)
-        except DataError as error:
-            raise type(error)(f"{where}: {error}") from error
         made |= {column: value for column, value in row.items() if column not in {*made, "prompt_id"}}
         for text in _texts(made):
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 around = text[max(0, error.start - 20) : error.start + 20]
-                raise BadRowError(
-                    f"{where}: {around!r} contains a lone surrogate, which is not valid Unicode."
+                raise DataError(
+                    f"{around!r} contains a lone surrogate, which is not valid Unicode."
                 ) from error
         text = json.dumps(stored, sort_keys=True, default=_as_text)
-        return _given_id(where, row) or hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), made
+        given = next(
+            (str(row[name]) for name in ("prompt_id", "id") if row.get(name) not in (None, "")), None
+        )
+        return given or hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), made
 
-    def with_system_prompt(self, where: str, row: Mapping[str, Any], messages: Messages) -> Messages:
+    def with_system_prompt(self, row: Mapping[str, Any], messages: Messages) -> Messages:
         """Return messages after the system prompt of the row's column or the configuration; a row has one of them."""
         columns = [name for name in SYSTEM_COLUMNS if row.get(name) and _is_text(row[name])]
-        read = (conversation(where, name, [{"role": "system", "content": row[name]}]) for name in columns)
+        read = (conversation(name, [{"role": "system", "content": row[name]}]) for name in columns)
         own = [message.content for (message,) in read if message.content.strip()]
         found = [message.content for message in messages if message.role == "system"]
         if self.system_prompt and (own or found):
-            raise DataError(f"{where}: the row already has a system message. Leave data.system_prompt unset.")
+            raise DataError("the row already has a system message. Leave data.system_prompt unset.")
         if own and len({text.strip() for text in (*own, *found[:1])}) > 1:
-            raise BadRowError(
-                f"{where}: the row has a system message and another one in a column ({own[-1]!r:.60}). Keep one."
+            raise DataError(
+                f"the row has a system message and another one in a column ({own[-1]!r:.60}). Keep one."
             )
         text = self.system_prompt or (None if found or not own else own[0])
         return [ChatMessage("system", text), *messages] if text and messages else messages
 
-    def read(self, where: str, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
+    def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
         """Return the messages, the columns made from the row, and what the hash of its name covers."""
         given = sorted((name for name in PROMPT_COLUMNS if name in row), key=lambda name: row[name] is None)
         column = self.prompt_column or next(iter(given), None)
         if column is None:
             raise DataError(
-                f"{where}: the row has neither 'messages' nor 'prompt'. Next step: set data.prompt_column to the column of "
+                f"the row has neither 'messages' nor 'prompt'. Next step: set data.prompt_column to the column of "
                 f"the prompt. The row has: {', '.join(map(str, row))}."
             )
-        prompt = self.prompt(where, row, column)
+        prompt = self.prompt(row, column)
         answer = self.answer_column or "ground_truth"
         truth = value_at(row, answer) if has_column(row, answer) else None
         return prompt, {}, (value_at(row, column), truth)
 
-    def check(self, where: str, messages: Messages) -> None:
+    def check(self, messages: Messages) -> None:
         """Raise DataError for messages that do not end with one to answer."""
         if messages and messages[-1].role == "assistant":
             raise DataError(
-                f"{where}: the prompt ends with a message of role 'assistant', which leaves nothing to answer. Remove that "
+                "the prompt ends with a message of role 'assistant', which leaves nothing to answer. Remove that "
                 "message, or train on whole conversations with algorithm.name=sft."
             )
         if not messages or messages[-1].is_empty:
-            raise BadRowError(
-                f"{where}: the prompt is empty. It must end with a message to answer that is not blank."
-            )
+            raise DataError("the prompt is empty. It must end with a message to answer that is not blank.")
 
-    def ground_truth(self, where: str, row: Mapping[str, Any]) -> Any:
+    def ground_truth(self, row: Mapping[str, Any]) -> Any:
         """Return what the rewards compare an answer with; None if the row has none, which some rewards refuse later."""
         column = self.answer_column or "ground_truth"
         named = self.answer_column is not None or has_column(row, column)
-        answer = _column(where, row, "data.answer_column", column) if named else None
+        answer = _column(row, "data.answer_column", column) if named else None
         if self.answer_pattern is None:
             return answer
         found = re.search(self.answer_pattern, answer) if isinstance(answer, str) else None
         if found is None or found[1] is None:
             raise DataError(
-                f"{where}: column {column!r} does not match data.answer_pattern={self.answer_pattern!r}: "
+                f"column {column!r} does not match data.answer_pattern={self.answer_pattern!r}: "
                 f"{answer!r:.60}. Next: change the pattern, or remove it if the column holds the answer alone."
             )
         return found[1]
 
-    def prompt(self, where: str, row: Mapping[str, Any], column: str) -> Messages:
+    def prompt(self, row: Mapping[str, Any], column: str) -> Messages:
         """Return the messages of a column, or its text as the user's message, inside `prompt_template`."""
-        prompt = _column(where, row, "data.prompt_column", column)
+        prompt = _column(row, "data.prompt_column", column)
         if self.prompt_template is None:  # which wraps a text, whatever it is
-            prompt = messages_in(prompt, f"{where}: {column}")
+            prompt = messages_in(prompt, column)
         if prompt is None:
             return [ChatMessage("user", "")]
         if isinstance(prompt, list | tuple) or (column == "messages" and self.prompt_column is None):
@@ -282,32 +293,42 @@ class RowReader:
                     f"data.prompt_template wraps a text, but the column {column!r} holds messages. Remove it, or set "
                     "data.prompt_column to a column of texts."
                 )
-            return conversation(where, column, prompt, self.images)
+            return conversation(column, prompt, self.images)
         if not isinstance(prompt, str):
-            raise DataError(
-                f"{where}: column {column!r} must be a string or a list of messages, not {prompt!r:.60}."
-            )
+            raise DataError(f"column {column!r} must be a string or a list of messages, not {prompt!r:.60}.")
         if prompt.strip() and self.prompt_template is not None:
             prompt = self.prompt_template.format(prompt=prompt)
         return [ChatMessage("user", prompt)]
 
 
-def conversation(where: str, column: str, stored: Any, picture: ReadPicture | None = None) -> Messages:
+def conversation(column: str, stored: Any, picture: ReadPicture | None = None) -> Messages:
     """Return the messages of a column; raises DataError, with the place, for anything else.
 
     `picture` reads the images of their parts, which are refused without it.
     """
-    stored = messages_in(stored, f"{where}: {column}", only=True)  # each fault of the list is named
+    stored = messages_in(stored, column, only=True)  # each fault of the list is named
     if not isinstance(stored, list | tuple) or not all(isinstance(message, Mapping) for message in stored):
         raise DataError(
-            f"{where}: {column} must be a list of messages {{'role': ..., 'content': ...}}, not {stored!r:.60}."
+            f"{column} must be a list of messages {{'role': ..., 'content': ...}}, not {stored!r:.60}."
         )
-    messages = []
-    for number, message in enumerate(stored, start=1):
+    messages: Messages = []
+    for number, item in enumerate(stored, start=1):
         try:
-            messages.append(ChatMessage.from_dict(message, picture))
+            message = ChatMessage.from_dict(item, picture)
         except DataError as error:
-            raise type(error)(f"{where}: message {number} of {column}: {error}") from error
+            raise DataError(f"message {number} of {column}: {error}") from error
+        last = messages[-1] if messages else None
+        if (
+            last
+            and message.tool_calls
+            and not message.content
+            and last.tool_calls
+            and last.role == message.role
+        ):
+            # calls that were made together, which ShareGPT's form stores one by one
+            messages[-1] = replace(last, tool_calls=(*last.tool_calls, *message.tool_calls))
+        else:
+            messages.append(message)
     return messages
 
 
@@ -322,11 +343,11 @@ def _prompts(
     copies: Counter[str] = Counter()
     for where, row in located:
         try:
-            name, made = reader.named(where, row)
-        except BadRowError as error:
+            name, made = reader.named(row)
+        except DataError as error:
             if not skip:
-                raise BadRowError(f"{error} {OR_SKIP}") from error
-            faults.append(str(error))
+                raise DataError(f"{where}: {error} {OR_SKIP}") from error
+            faults.append(f"{where}: {error}")
             continue
         prompt_id = name
         while prompt_id in used:
@@ -334,16 +355,6 @@ def _prompts(
             prompt_id = f"{name}-{copies[name] + 1}"
         used.add(prompt_id)
         yield where, {"prompt_id": prompt_id, **made}
-
-
-def _given_id(where: str, row: Mapping[str, Any]) -> str | None:
-    column = next((name for name in ("prompt_id", "id") if row.get(name) is not None), None)
-    if column is None:
-        return None
-    value = row[column]
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise DataError(f"{where}: {column}={value!r:.60} is not accepted. Accepted: a string or an integer.")
-    return str(value)
 
 
 def _as_text(value: Any) -> str:
@@ -357,10 +368,10 @@ def _directory_of(source: Any) -> Path:
     return path if path.is_dir() or path == Path(os.devnull) else path.parent
 
 
-def _column(where: str, row: Mapping[str, Any], option: str, column: str) -> Any:
+def _column(row: Mapping[str, Any], option: str, column: str) -> Any:
     if not has_column(row, column):
         nested = [f"{name}.{key}" for name, item in row.items() if isinstance(item, Mapping) for key in item]
-        raise DataError(f"{where}: {unknown(option, column, [*map(str, row), *nested])}")
+        raise DataError(f"{unknown(option, column, [*map(str, row), *nested])}")
     return value_at(row, column)
 
 

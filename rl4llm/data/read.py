@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import DataError
+from rl4llm.core.message import read_json
 from rl4llm.data.columns import arrow_row
 from rl4llm.runtime.hub import hub_answers
 
@@ -166,7 +167,7 @@ def _jsonl(path: Path, split: str) -> Iterator[Located]:
                 where = f"{path}:{number}"
                 text = _decode(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
                 if text.strip():
-                    yield where, _parse(text.rstrip(), where)
+                    yield where, read_json(text.rstrip(), where)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
             f"{path}: cannot be read after {where}: {error}. Check that the file is complete."
@@ -177,7 +178,7 @@ def _json(path: Path, split: str) -> Iterator[Located]:
     text = _whole(path)
     if _is_lines(text):
         return _jsonl(path, split)
-    rows = _parse(text, str(path))
+    rows = read_json(text, str(path))
     if isinstance(rows, Mapping):
         rows = _split_of(rows, split, str(path))
     if not isinstance(rows, list):
@@ -281,25 +282,6 @@ def _decode(data: bytes, where: str) -> str:
             f"{place}: byte {error.start - begins} (0x{data[error.start]:02x}) is not UTF-8. Next step: convert the "
             f"file, for example with iconv -f {encoding} -t utf-8."
         ) from error
-
-
-def _parse(text: str, where: str) -> Any:
-    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-            raise DataError(f"{where}: an object has the key {twice!r} twice. Rename or remove one of them.")
-        return found
-
-    try:
-        return json.loads(text, object_pairs_hook=mapping)
-    except json.JSONDecodeError as error:
-        place = where if error.lineno == 1 else f"{where}:{error.lineno}"
-        raise DataError(
-            f"{place}: not valid JSON at column {error.colno}: {error.msg}: {text[:60]!r}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not readable as JSON: {error}.") from error
 
 
 def _close_name(path: Path) -> str:

@@ -22,7 +22,7 @@ import PIL.Image
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoImageProcessor
 
-from rl4llm.core.errors import BadRowError, ModelError, TemplateError
+from rl4llm.core.errors import DataError, ModelError, TemplateError
 from rl4llm.core.images import Image, ImagePlace, Picture
 from rl4llm.core.types import TokenSpan
 from rl4llm.data.images import ImageStore, Pixels, canonical, read_picture, size_of
@@ -73,7 +73,7 @@ class Vision:
         self._check()
 
     def see(self, picture: Picture) -> Image:
-        """Return the image that the model sees; raises BadRowError for one that cannot be read or is out of proportion."""
+        """Return the image that the model sees; raises DataError for one that cannot be read or is out of proportion."""
         return self._see(picture)
 
     def probe(self) -> tuple[list[int], tuple[ImagePlace, ...]]:
@@ -153,7 +153,7 @@ class Vision:
         try:
             made = self._made(np.zeros((height, width, 3), np.uint8))
         except ValueError as error:
-            raise BadRowError(
+            raise DataError(
                 f"the image of {height} x {width} pixels is refused by the model: {error}."
             ) from error
         if self._length:

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.errors import BadRowError, EnvError, SpecialTokenError, UnreachableError, UnreadableError
+from rl4llm.core.errors import DataError, EnvError, SpecialTokenError, UnreachableError, UnreadableError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.sample import SampleState, messages_of
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, count_turns, images_of
@@ -104,8 +104,10 @@ class PolicyLLM:
             self._record_sampled(sample)
             if new := record.messages < len(sample.messages):
                 self._append_context(sample, record, len(sample.messages))
-        except (SpecialTokenError, BadRowError) as error:
-            sample.fail(str(error), "env/image" if isinstance(error, BadRowError) else "env/special_tokens")
+        except DataError as error:
+            sample.fail(
+                str(error), "env/special_tokens" if isinstance(error, SpecialTokenError) else "env/image"
+            )
             return Completion("", (), (), "abort", NO_VERSION)
         if not new and sample.messages[-1].role == "assistant":
             raise EnvError(

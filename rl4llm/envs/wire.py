@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rl4llm.core.errors import BadRowError
+from rl4llm.core.errors import DataError
 from rl4llm.core.images import Picture
 from rl4llm.core.registry import load
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams
@@ -216,7 +216,7 @@ class Pictures:
             raise refused(where, f": the request has more than {most} images.")
         try:
             picture: Picture = load("rl4llm.data.images:read_picture")(address)
-        except BadRowError as error:
+        except DataError as error:
             raise refused(where, f": {error}") from error
         return picture
 

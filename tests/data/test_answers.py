@@ -130,7 +130,10 @@ def test_a_pairs_prompt_gets_system_prompt_and_template():
         ),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": -1}, "margin=-1 is not accepted"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "margin='big' is not accepted"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": True}, "margin=True is not accepted"),
+        (
+            {"prompt": "p", "chosen": [said("a"), user("b")], "rejected": "b"},
+            "chosen ends with a message of role 'user'",
+        ),
     ],
 )
 def test_a_row_without_a_pair_is_refused_with_its_line(row, reason, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from vision_models import vision_directories, vision_directory, vision_of  # noqa: F401 - fixtures
 
 from rl4llm.backends.models import load_tokenizer
-from rl4llm.core.errors import BadRowError, DataError, TemplateError
+from rl4llm.core.errors import DataError, TemplateError
 from rl4llm.core.images import Picture
 from rl4llm.core.sample import SampleState, Special, group_of
 from rl4llm.core.types import ChatMessage, TokenSpan, Trajectory, images_of
@@ -112,7 +112,7 @@ def test_what_is_no_image_within_the_limits_is_refused(fault, tmp_path, monkeypa
     os.mkfifo(tmp_path / "pipe")
     value, reason = REFUSED[fault]
     monkeypatch.setattr(PIL.Image.Image, "load", lambda image: pytest.fail("it was decoded"))
-    with pytest.raises(BadRowError, match=reason):
+    with pytest.raises(DataError, match=reason):
         read_picture(value, tmp_path)
 
 
@@ -120,13 +120,13 @@ def test_large_files_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_BYTES", 100)
     (tmp_path / "large.png").write_bytes(RED + bytes(200))
     for value in ("large.png", RED + bytes(200)):
-        with pytest.raises(BadRowError, match="bytes"):
+        with pytest.raises(DataError, match="bytes"):
             read_picture(value, tmp_path)
 
 
 def test_a_picture_that_ends_early_is_a_bad_row():
     data = file_of(PIL.Image.fromarray(noise(64, 64)))
-    with pytest.raises(BadRowError, match="cannot be used"):
+    with pytest.raises(DataError, match="cannot be used"):
         pixels(data[: len(data) // 2])
 
 
@@ -171,7 +171,7 @@ def test_proportions_are_refused_before_decoding(monkeypatch):
     def refuse(height, width):
         raise ValueError(f"{height} x {width}")
 
-    with pytest.raises(BadRowError, match="20 x 40"):
+    with pytest.raises(DataError, match="20 x 40"):
         pixels(data, refuse)
 
 
@@ -217,6 +217,13 @@ PLACES = {
     ),
     "null": ({"messages": ASKED, "image": None, "images": None}, []),
     "no images": ({"prompt": "Is <image> a word?"}, []),
+    "columns of any name": (
+        {"prompt": "<image> or <image>?", "image_1": {"bytes": RED, "path": None}, "image_2": None, "jpg": BLUE},
+        ["P", " or ", "P", "?"],
+    ),
+    "a path elsewhere": ({"messages": ASKED, "image": "a/1.jpg", "decoded_image": RED}, ["P", "What is this?"]),
+    "a picture twice": ({"prompt": "<image>?", "image": RED, "decoded_image": [RED]}, ["P", "?"]),
+    "an address": ({"prompt": "<image>?", "image_url": {"url": Picture(RED).to_part()["image_url"]["url"]}}, ["P", "?"]),
 }  # fmt: skip
 
 
@@ -228,7 +235,7 @@ def test_images_stand_where_the_row_says(form, tmp_path):
     message = ChatMessage.from_dict(row["messages"][0])
     assert ["P" if isinstance(part, Picture) else part for part in message.parts] == expected
     assert message.content == "".join(part for part in expected if part != "P") or not expected
-    assert not {"image", "images"} & {*row}
+    assert all(row.get(name) is None for name in stored if name not in ("prompt", "messages"))
     again = ChatMessage.from_dict(json.loads(json.dumps(message.to_json())), read_picture)
     assert again == message
 
@@ -236,6 +243,14 @@ def test_images_stand_where_the_row_says(form, tmp_path):
 def _of_file(stored, directory):
     (directory / "rows.jsonl").write_text(json.dumps(stored) + "\n")
     return load_rows(directory / "rows.jsonl", images=True)[0]
+
+
+def test_a_file_beside_its_row_is_a_picture_in_any_column(tmp_path):
+    (tmp_path / "red.png").write_bytes(RED)
+    message = _of_file({"prompt": "<image>?", "photo": "red.png", "note": "blue.png"}, tmp_path)["messages"][
+        0
+    ]
+    assert message["parts"] == [Picture(RED), "?"]
 
 
 UNMATCHED = {
@@ -259,7 +274,7 @@ UNMATCHED = {
 @pytest.mark.parametrize("fault", UNMATCHED)
 def test_rows_whose_images_do_not_match_are_bad(fault):
     row, reason = UNMATCHED[fault]
-    with pytest.raises(BadRowError, match=rf"dataset\[0\]: .*{reason}"):
+    with pytest.raises(DataError, match=rf"dataset\[0\]: .*{reason}"):
         load_rows([row], images=True)
     assert len(load_rows([row, {"prompt": "text"}], images=True, bad_rows="skip")) == 1
 
@@ -275,7 +290,7 @@ def test_rows_are_named_by_their_pixels():
 
 def test_pairs_with_images_are_refused():
     row = {"prompt": "?", "chosen": "a", "rejected": "b", "image": RED}
-    with pytest.raises(BadRowError, match=r"only text is read here.*model\.vision=frozen"):
+    with pytest.raises(DataError, match=r"only text is read here.*model\.vision=frozen"):
         load_rows([row], images=True, learns_from="pairs")
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 from vision_families import GRIDS, change
 from vision_models import vision_directories, vision_directory, vision_of  # noqa: F401 - fixtures
 
-from rl4llm.core.errors import BadRowError, ModelError
+from rl4llm.core.errors import DataError, ModelError
 from rl4llm.core.images import ImagePlace
 from rl4llm.data.images import read_picture
 
@@ -53,7 +53,7 @@ def test_an_image_is_resized_once(vision_directory):  # noqa: F811
     assert vision.fit(image.height, image.width) == (image.height, image.width)
     assert vision.count(picture) == vision.tokens(image)
     if vision.axes > 1:
-        with pytest.raises(BadRowError, match="refused by the model"):
+        with pytest.raises(DataError, match="refused by the model"):
             vision.see(read_picture(PIL.Image.new("RGB", (800, 2))))
 
 

@@ -53,8 +53,9 @@ LATE = {
 def test_a_row_that_cannot_be_read_is_refused_before_a_run(fault, model_dir, tmp_path, capsys):
     trainer, bad, reason = LATE[fault]
     row = {"prompt": "How many?", "completion": "85", "chosen": "85", "rejected": "84"}
-    rows = [row | {"prompt": f"How many coins? {number}", "label": number % 2 == 0} for number in range(MANY)]
-    rows[MANY - 2] = row | bad | {"label": True}
+    label = "label" if trainer is KTOTrainer else "of"
+    rows = [row | {"prompt": f"How many coins? {number}", label: number % 2 == 0} for number in range(MANY)]
+    rows[MANY - 2] = row | bad | {label: True}
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(item) + "\n" for item in rows))
     with pytest.raises(DataError, match=rf"train\.jsonl:{MANY - 1}\b.*{reason}.* Or set data\.bad_rows=skip"):

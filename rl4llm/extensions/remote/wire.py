@@ -274,7 +274,7 @@ def _message(item: ChatMessage) -> Any:
 
 
 def _chat_messages(messages: Sequence[Any]) -> list[ChatMessage]:
-    """Return messages; raises BadRowError for pictures that exceed the limits of a row, whose headers are read."""
+    """Return messages; raises DataError for pictures that exceed the limits of a row, whose headers are read."""
     picture = _row_images() if any(message.parts for message in messages) else None
     return [_chat_message(message, picture) for message in messages]
 

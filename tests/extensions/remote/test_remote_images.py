@@ -14,7 +14,7 @@ from vision_models import seeing_model, vision_directories, vision_of  # noqa: F
 
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.cli import main
-from rl4llm.core.errors import BadRowError
+from rl4llm.core.errors import DataError
 from rl4llm.core.images import Image, ImagePlace, Picture
 from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan, WeightRef
 from rl4llm.data.render import Renderer
@@ -132,8 +132,8 @@ def test_received_pictures_are_not_decoded():
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", huge) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
     cut = ChatMessage.showing("user", Picture(png(3, (280, 280))[:60]))
     assert wire._chat_messages([wire._message(cut)]) == [cut]
-    with pytest.raises(BadRowError, match="13000 x 13000 pixels"):
+    with pytest.raises(DataError, match="13000 x 13000 pixels"):
         wire._chat_messages([wire._message(ChatMessage.showing("user", Picture(bomb)))])
     half = [wire._message(ChatMessage.showing("user", *[Picture(png(4))] * 33)) for _ in range(2)]
-    with pytest.raises(BadRowError, match="more than 64 images"):
+    with pytest.raises(DataError, match="more than 64 images"):
         wire._chat_messages(half)

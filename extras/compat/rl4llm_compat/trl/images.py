@@ -13,9 +13,9 @@ from typing import Any
 from transformers import AutoImageProcessor, PreTrainedModel, ProcessorMixin
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.data.images import COLUMNS
 from rl4llm_compat.trl.table import Keys
 
+COLUMNS = ("image", "images")
 SIZES = (
     "size",
     "min_pixels",

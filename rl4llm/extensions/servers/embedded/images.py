@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rl4llm.backends.tower import add_tower
-from rl4llm.core.errors import BadRowError
+from rl4llm.core.errors import DataError
 from rl4llm.core.images import IMAGE_SIDE, Image, ImagePlace, tower_of
 from rl4llm.data.images import ImageStore, canonical, read_picture, size_of
 from rl4llm.data.vision import Vision
@@ -50,7 +50,7 @@ def read_images(vision: Vision, given: Any, tokens: int) -> tuple[ImagePlace, ..
     try:
         for number, item in enumerate(given):
             places.append(_place(vision, item, places[-1].end if places else 0, tokens, f"images[{number}]"))
-    except BadRowError as error:
+    except DataError as error:
         raise RequestError(f"images[{len(places)}]: {error}", param="images") from error
     return tuple(places)
 
