@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Rational, Real
 from typing import Any
 
 from torch import Tensor
@@ -146,3 +149,12 @@ def final_reply(messages: Sequence[ChatMessage]) -> str:
 def policy_tokens(sample: SampleState) -> int:
     """Return the number of tokens that the policy sampled, over all its turns."""
     return sum(len(span.token_ids) for span in sample.policy_spans)
+
+
+def number_text(value: Any) -> Any:
+    """Return a finite number as the text that people write: 42, 0.5, and 2 for 2.0; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real | Decimal):
+        return value
+    if isinstance(value, Rational):  # whole numbers of any size
+        return str(value)
+    return f"{Decimal(str(value)).normalize():f}" if math.isfinite(value) else value

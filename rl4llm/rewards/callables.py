@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState, Score
-from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
+from rl4llm.core.base_reward import BaseBatchReward, final_reply, number_text, policy_messages
 from rl4llm.core.errors import ConfigError, RewardError, unknown, unnamed
 from rl4llm.core.schema import check_values
 from rl4llm.core.tables import REWARDS
@@ -73,8 +73,8 @@ class BatchCallable(BaseBatchReward):
 
     `completions` holds the text of each sample's last reply. By name, and only if the function has a parameter of that
     name (or ``**columns``), it gets lists of the same length: `prompts` (the prompt's messages as dicts with role and
-    content), `messages` (the whole conversation as ChatMessages), `ground_truth`, and the columns of the dataset. It may be
-    async. Its attribute `success_at`, if any, is that of the reward.
+    content), `messages` (the whole conversation as ChatMessages), `ground_truth` (a number as text), and the columns
+    of the dataset. It may be async. Its attribute `success_at`, if any, is that of the reward.
 
     Args:
         function: what scores.
@@ -83,7 +83,7 @@ class BatchCallable(BaseBatchReward):
         examples: what it must give to known conversations before training starts.
     """
 
-    # even to a function without a parameter `completions`, if it takes any name
+    # even to a function without a parameter `completions`, if it takes any name; and numbers stay numbers
     by_name: ClassVar[bool] = False
 
     def __init__(
@@ -134,6 +134,7 @@ class BatchCallable(BaseBatchReward):
         names = dict.fromkeys(name for sample in samples for name in sample.columns)
         columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
         truths = [sample.ground_truth for sample in samples]
+        truths = truths if self.by_name else list(map(number_text, truths))
         if "ground_truth" in self.parameters or any(truth is not None for truth in truths):
             columns["ground_truth"] = truths
         return columns | {

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import ast
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from rl4llm.core.base_env import RewardExample, SampleState
-from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
+from rl4llm.core.base_reward import BaseBatchReward, final_reply, number_text, policy_messages
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.message import after_thinking
 from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.rewards.compare import for_algebra, same
-from rl4llm.rewards.conclusion import only_answer, only_mathematics
 from rl4llm.rewards.extract import Extraction, boxed_answers, final_answer
 from rl4llm.rewards.pool import Fault, RewardFailure, Unavailable, VerifierPool
 from rl4llm.rewards.prefilter import MAX_CHARS, refuse
@@ -44,12 +42,33 @@ _TEMPLATES = {
     "answer": "The answer is {}.",
     "last_number": "It is {}.",
 }
+_FORMS = ("\\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>")
 MAX_GOLD_CHARS = 4000
 MAX_WORDS = 8
 _COMMANDS = re.compile(r"\\[a-z]+\s?\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
-_ANNOUNCED = re.compile(r"\W*(?:(?:the|final|correct) )*answer(?: is\b|:)[\s:]*", re.IGNORECASE)
+_ANNOUNCED = re.compile(r"^\W*(?:(?:the|final|correct) )*answer(?: is\b|:)[\s:]*", re.IGNORECASE)
 _NUMBERED = re.compile(r"(?:^|[;,.\s])\(?1[).]\s.*[;,.\s]\(?2[).]\s", re.DOTALL)
+_INSIDE = r"((?:[^{}]|\{[^{}]*\})+)"
+_MARKUP = re.compile(
+    rf"\\(?:underline|framebox|fbox|(?:text)?color\s*\{{\w+\}})\s*\{{{_INSIDE}\}}|\{{\\(?:bf|it|rm|sf|tt)\b{_INSIDE}\}}"
+    r"|\*\*([^*]+)\*\*|`([^`]+)`|\"([^\"]+)\"|'([^']+)'|(?:&?=|\\therefore\b)(.+)|(.+)(?:[;,]|\\\\|(?<=[\d})])\.)",
+    re.DOTALL,
+)
+"""What may stand around a ground truth without a meaning: emphasis, quotes, the sign before a result, the end of a line."""
+_REMARK = re.compile(r"(.*[\d}$]) ?\(((?!mod\b|or\b)[A-Za-z]{2}[A-Za-z .]*)\)", re.DOTALL)
+_TEXT = re.compile(r"\\text\w*\s?\{([^{}]*)\}")
+_FORMULA = re.compile(r"(?<!\\)\$(.*?)(?<!\\)\$", re.DOTALL)
+_LIST_OF_TEXTS = re.compile(r"\[\s*(?:'[^']*'|\"[^\"]*\")(?:\s*,\s*(?:'[^']*'|\"[^\"]*\"))*\s*\]")
+_TAGGED = re.compile(
+    r"<(\w*answer|final|solution)>(.*?)</\1>|\[(answer)\](.*?)\[/answer\]|<\|(begin)_of_box\|>(.*?)<\|end_of_box\|>",
+    re.DOTALL | re.IGNORECASE,
+)
+_PLACEHOLDER = re.compile(
+    r"(?:None|NA|\[\]|[-\u2013\u2014_?.\u2026]+|(?i:nan|null|#?n/a|<na>|tbd|todo|(?:see )?(?:the )?proof(?: omitted)?|"
+    r"not ?found|not (?:available|applicable|given|provided)|no (?:answer|solution) (?:given|provided)|"
+    r"see (?:the )?(?:answer|solution)))\W*"
+)
 _ACCEPTED = (
     f"Accepted: an answer of 1 to {MAX_GOLD_CHARS} characters, a number, a solution with a \\boxed{{answer}} or a line "
     "'#### answer', or a list of accepted answers. Next: set data.answer_column to the column of the answer, or "
@@ -112,8 +131,16 @@ class MathReward(BaseBatchReward):
         return [score for score, _ in grades]
 
     def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
-        """Raise DataError for a ground truth that is no answer."""
-        accepted_answers(ground_truth)
+        """Raise DataError for a ground truth that is no answer, or that scores 0 against itself in every form."""
+        golds = accepted_answers(ground_truth)
+        forms = _FORMS if self.extract == "auto" else [_TEMPLATES[self.extract]]
+        replies = [form.format(gold) for gold in golds for form in forms]
+        answers = (answer for reply in replies for answer in self.answers_in(reply)[0])
+        if all(self._settle_one(answer, golds)[0] == 0.0 for answer in answers):
+            raise DataError(
+                f"ground_truth={ground_truth!r:.200} is an answer that no reply can give: {replies[0]!r:.200} scores 0. "
+                "Correct it, or remove the row."
+            )
 
     def answers_in(self, reply: str) -> tuple[list[str], str | None]:
         """Return the answers of a reply that count; if there are none, also the reason, as in the notes."""
@@ -210,21 +237,18 @@ def accepted_answers(ground_truth: Any) -> list[str]:
     >>> accepted_answers("9 * 2 = 18\n#### 18"), accepted_answers("$x = \\boxed{1}$ or \\boxed{2}"), accepted_answers([0.5])
     (['18'], ['1, 2'], ['0.5'])
     """
+    if isinstance(ground_truth, str) and _LIST_OF_TEXTS.fullmatch(ground_truth.strip()):
+        ground_truth = ast.literal_eval(ground_truth.strip())
     several = isinstance(ground_truth, list | tuple) and len(ground_truth) > 0
     return [_answer(item) for item in (ground_truth if several else [ground_truth])]
 
 
 def _answer(item: Any) -> str:
-    if isinstance(item, bool) or not isinstance(item, str | int | float):
-        raise DataError(f"ground_truth={item!r:.200} is not an answer. {_ACCEPTED}")
-    if isinstance(item, float):
-        if not math.isfinite(item):
-            raise DataError(f"ground_truth={item} is not an answer. {_ACCEPTED}")
-        item = f"{Decimal(repr(item)):f}"
-    text = _without_solution(str(item))
+    text = number_text(item)
+    text = _without_solution(text) if isinstance(text, str) else ""
     if not 1 <= len(text) <= MAX_GOLD_CHARS:
         raise DataError(f"ground_truth={item!r:.200} is not an answer. {_ACCEPTED}")
-    if text.lower() in ("nan", "null"):
+    if _PLACEHOLDER.fullmatch(_TEXT.sub(r"\1", text).strip()):
         raise DataError(f"ground_truth={item!r} is not an answer but a missing value. {_ACCEPTED}")
     if _NUMBERED.search(text):
         raise DataError(
@@ -237,16 +261,25 @@ def _answer(item: Any) -> str:
 
 
 def _without_solution(text: str) -> str:
+    text = after_thinking(text).strip()
     _, marked, rest = text.rpartition("####")
     if marked:
-        return rest.strip().partition("\n")[0].strip()
+        return _bare(rest.strip().partition("\n")[0])
+    if tagged := [found[found.lastindex or 0] for found in _TAGGED.finditer(text)]:
+        return _without_solution(tagged[-1])
     boxes = boxed_answers(text, MAX_GOLD_CHARS)
     if boxes:
-        return boxes[-1].strip()
+        return _bare(boxes[-1])
     announced = final_answer(text, "answer", MAX_GOLD_CHARS) if len(_words(text)) >= MAX_WORDS else None
-    if short := not announced and _ANNOUNCED.match(text):
-        announced = only_answer(text[short.end() :])
-    return (announced or only_mathematics(text) or text).strip()
+    return _bare(announced or _ANNOUNCED.sub("", text, count=1))
+
+
+def _bare(text: str) -> str:
+    """Return an answer without markup around it; a remark in brackets becomes the unit of its number."""
+    text = _FORMULA.sub(r"\1", text).strip()
+    while found := _MARKUP.fullmatch(text):
+        text = str(found[found.lastindex or 0]).strip()
+    return _REMARK.sub(r"\1 \2", text) if _REMARK.fullmatch(text) else text
 
 
 def _words(text: str) -> list[str]:

@@ -3,7 +3,9 @@
 import asyncio
 import functools
 from dataclasses import replace
+from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 
@@ -268,3 +270,20 @@ def test_one_conversation_is_shown_with_its_prompt():
     asked = [ChatMessage("system", "Be brief."), ChatMessage("user", "2 + 2?")]
     assert reward([*asked, ChatMessage("assistant", "4")], "") == 2
     assert reward([ChatMessage("assistant", "4")], "") == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [(42, "42"), (2.0, "2"), (-0.5, "-0.5"), (1e-7, "0.0000001"), (100.0, "100"), (10**400, "1" + "0" * 400), ("x", "x"),
+     (np.float32(0.1), "0.1"), (np.int64(7), "7"), (Decimal("3.50"), "3.5"), (True, True), (None, None), ([1], [1])],
+)  # fmt: skip
+def test_a_plain_function_gets_numbers_as_a_csv_file_has_them(stored, text):
+    def exact_match(completions, ground_truth, **columns):
+        return [
+            float((said, truth) == ("42", text))
+            for said, truth in zip(completions, ground_truth, strict=True)
+        ]
+
+    (sample,) = samples("42")
+    sample.ground_truth = stored
+    assert as_reward_function(exact_match).score_batch([sample]) == [1.0]

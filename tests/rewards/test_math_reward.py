@@ -1,6 +1,7 @@
 """The math reward: right answers score 1, wrong ones 0, and no text of a model can hurt or fool the grader."""
 
 import asyncio
+import contextlib
 import json
 import math
 import subprocess
@@ -301,7 +302,27 @@ def test_ground_truth_may_be_string_number_solution_or_list(reward, gold):
 
 
 NO_ANSWERS = [None, "", "  ", [], [None], True, {"answer": 1}, "####", "x" * 5000, math.nan, "1) 2; 2) 3"]
-NO_ANSWERS.append("Natalia sold 24 clips in May and 72 clips in 2 months.")
+NO_ANSWERS += [
+    "Natalia sold 24 clips in May and 72 clips in 2 months.",
+    "<think>18",
+    "<answer></answer>",
+    ["18", "proof"],
+]
+NO_ANSWERS += [
+    "None",
+    "None.",
+    "NA",
+    "n/a",
+    "NULL",
+    "\\text{proof}",
+    "notfound",
+    "Not found",
+    "-",
+    "?",
+    "...",
+    "[]",
+    "see solution",
+]
 
 
 @pytest.mark.parametrize("gold", NO_ANSWERS)
@@ -322,10 +343,26 @@ def test_an_invalid_ground_truth_fails_its_sample_alone(reward, gold):
         ("First we add 9 and 9 to the total of all. Final Answer: The answer is $18$.", ["18"]),
         ("The answer is 18.", ["18"]),
         ("Answer: B", ["B"]),
-        ("Answer: 3 hours and 20 minutes", ["Answer: 3 hours and 20 minutes"]),
+        ("Answer: 3 hours and 20 minutes", ["3 hours and 20 minutes"]),
         ("No answer is possible", ["No answer is possible"]),
         ("9 * 2\n#### 18\nDone", ["18"]),
-        ("None", ["None"]),
+        ("none", ["none"]),
+        ("no solution", ["no solution"]),
+        ("<think>a</think>\n<answer> $\\boxed{3}$ </answer>", ["3"]),
+        ("<answer>Apollo 11</answer>", ["Apollo 11"]),
+        ("[ANSWER] 3 [/ANSWER]", ["3"]),
+        ("<|begin_of_box|>3<|end_of_box|>", ["3"]),
+        ("<think>2</think> 3", ["3"]),
+        ("['18', \"eighteen\"]", ["18", "eighteen"]),
+        ("[1, 2]", ["[1, 2]"]),
+        ("9 (red apples)", ["9 red apples"]),
+        ("$\\frac12$ (hours)", ["\\frac12 hours"]),
+        ("3 (mod n)", ["3 (mod n)"]),
+        ("&= 3 \\\\", ["3"]),
+        ("{\\bf 3},", ["3"]),
+        ("\\textcolor{red}{\\frac{1}{2}};", ["\\frac{1}{2}"]),
+        ("\\underline{3} and \\underline{4}", ["\\underline{3} and \\underline{4}"]),
+        ('**"Paris"**', ["Paris"]),
         (
             "\\text{the set of all points that are not on the line}",
             ["\\text{the set of all points that are not on the line}"],
@@ -335,6 +372,23 @@ def test_an_invalid_ground_truth_fails_its_sample_alone(reward, gold):
 )
 def test_an_answer_is_found_in_a_ground_truth(gold, answers):
     assert accepted_answers(gold) == answers
+
+
+@pytest.mark.parametrize(
+    ("options", "gold", "paid"),
+    [
+        ({}, "x" * 401, False),
+        ({}, ["x" * 401, "18"], True),
+        ({}, "x^2 + 1", True),
+        ({"extract": "last_number"}, "x^2 + 1", False),
+        ({"extract": "last_number"}, "18", True),
+        ({"extract": "boxed"}, "\\frac{1}{2", False),
+        ({"extract": "tag"}, "a{b", True),
+    ],
+)
+def test_an_answer_that_no_reply_can_give_is_a_fault(options, gold, paid):
+    with contextlib.nullcontext() if paid else pytest.raises(DataError, match="no reply can give"):
+        MathReward(**options).check_row(gold, {})
 
 
 FORMS = (
