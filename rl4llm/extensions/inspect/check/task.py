@@ -12,6 +12,7 @@ from math import comb
 from rl4llm.config import Config
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError
+from rl4llm.core.message import shortened
 from rl4llm.core.types import TRUNCATED, Group, Trajectory
 from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import Rollout
@@ -28,7 +29,8 @@ QUOTED = 3
 class TaskReport:
     """What was measured: `metrics` as in a run's log, answers in a wrong format, times, and what to change.
 
-    `quoted` are answers that no reward could read, or any if nothing teaches; `refused` are calls that got errors.
+    `quoted` are ground truths and the answers to them, those first that no reward could read; `refused` are calls that got
+    errors.
     `teaches` is whether any group has rewards that differ. Methods that compare them need such groups. `other_sizes` has the
     share of such groups that is expected with other group sizes.
     """
@@ -37,7 +39,7 @@ class TaskReport:
     group_size: int
     metrics: Mapping[str, float]
     no_answer: float
-    quoted: Sequence[str]
+    quoted: Sequence[tuple[str, str]]
     refused: Sequence[str]
     teaches: bool
     other_sizes: Mapping[int, float]
@@ -59,10 +61,8 @@ class TaskReport:
             for size, share in self.other_sizes.items()
         ]
         yield from [f"  {', '.join(others)}"] if others else []
-        examples = [f"  an answer, for example, is {text!r}" for text in self.quoted]
-        yield from [] if self.no_answer else examples
         yield f"format        {self.no_answer:.1%} have no answer, as the rewards report"
-        yield from examples if self.no_answer else []
+        yield from (f"  ground truth {truth}, answer {text!r}" for truth, text in self.quoted)
         length = f"{found.get('completion_length/mean', 0.0):.0f} tokens on average"
         yield f"truncated     {found.get('truncated', 0.0):.1%}, {length}"
         if "env/tool_calls" in found:
@@ -112,15 +112,18 @@ def _examined(trainer: RLTrainer, config: Config, prompts: int) -> TaskReport:
     members = [one for group in groups for one in group.trajectories]
     without = [one for one in members if unread(one)]
     no_answer = len(without) / len(members)
-    teaches = metrics.get("groups/zero_spread", 0.0) < 1
+    examples = without or [group.trajectories[0] for group in groups]
     return TaskReport(
         prompts=prompts,
         group_size=trainer.rollout.group_size,
         metrics=metrics,
         no_answer=no_answer,
-        quoted=[last_words(one) for one in (without or ([] if teaches else members))[:QUOTED]],
+        quoted=[
+            (shortened(repr(one.extras["ground_truth"]), QUOTED_CHARS), last_words(one))
+            for one in examples[:QUOTED]
+        ],
         refused=_refused_calls(members),
-        teaches=teaches,
+        teaches=metrics.get("groups/zero_spread", 0.0) < 1,
         other_sizes={
             size: would_teach(groups, size)
             for size in (trainer.rollout.group_size // 2, trainer.rollout.group_size * 2)

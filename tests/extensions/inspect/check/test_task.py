@@ -44,7 +44,7 @@ def test_answers_without_the_format_are_quoted(task, tmp_path):
     report, code = task("rewards=[{name: math, extract: boxed}]")
     assert code == 1
     assert report["no_answer"] == 1.0
-    assert len(report["quoted"]) == 3
+    assert [truth for truth, _ in report["quoted"]] == ["'1'", "'1'", "'2'"]
     assert any("boxed" in text and "data.system_prompt" in text for text in report["advice"])
     assert any("Raise rollout.max_tokens=4" in text for text in report["advice"])
     assert not (tmp_path / "runs").exists()
@@ -96,10 +96,12 @@ def test_the_share_that_teaches_follows_from_each_prompt():
 
 def test_report_shows_what_other_group_sizes_would_give(task):
     report, _ = task("rewards=['taught:odd']", "rollout.group_size=4")
+    assert [truth for truth, _ in report["quoted"]] == ["'1'", "'2'", "'3'"]
     assert report["other_sizes"] == {"2": pytest.approx(2 / 3), "8": pytest.approx(1.0)}
     given = inspect.signature(examined.TaskReport).parameters
     made = examined.TaskReport(**{name: report[name] for name in given} | {"other_sizes": {2: 2 / 3, 8: 1.0}})
     assert "  about 67% with rollout.group_size=2, at least 100% with rollout.group_size=8" in made.lines()
+    assert f"  ground truth '1', answer {report['quoted'][0][1]!r}" in made.lines()
 
 
 def test_a_task_that_is_solved_asks_for_harder_prompts(task):
