@@ -11,12 +11,12 @@ from rl4llm.compose.setup import Setup
 from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.base_env import BaseMDPEnv
-from rl4llm.core.errors import ConfigError, DataError, SpecialTokenError, TemplateError
+from rl4llm.core.errors import ConfigError, SpecialTokenError
 from rl4llm.core.registry import load
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.tables import GENERATED
 from rl4llm.core.types import ChatMessage
-from rl4llm.data.lengths import dropped, fitting_rows, place, too_long
+from rl4llm.data.lengths import dropped, place, unfit, usable_rows
 from rl4llm.data.load import load_rows
 from rl4llm.data.pack import Batching
 from rl4llm.data.plan import BatchPlan, plan_batches
@@ -248,14 +248,11 @@ def fitting_prompts(
     check_texts(rows, partial(policy_openings, env), renderer, where)
 
     def length(number: int) -> int | None:
-        try:
-            row_renderer, openings = renderer.of_row(rows[number]), policy_openings(env, rows[number])
-            return next(filter(None, (row_renderer.prompt_too_long(item, limit) for item in openings)), None)
-        except (DataError, TemplateError) as error:
-            raise type(error)(f"{where}: {place(rows, number)}: {error}") from error
+        own, openings = renderer.of_row(rows[number]), policy_openings(env, rows[number])
+        return next(filter(None, (own.prompt_too_long(item, limit) for item in openings)), None)
 
-    long = too_long(range(len(rows)), length, limit)
-    return fitting_rows(rows, long, drop=config.data.bad_rows == "skip", where=where, limit=limit)
+    skip = config.data.bad_rows == "skip"
+    return usable_rows(rows, unfit(range(len(rows)), length, limit, skip=skip), skip=skip)
 
 
 def check_texts(

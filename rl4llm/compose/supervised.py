@@ -18,7 +18,7 @@ from rl4llm.compose.models import build_policy, build_reference, vision_of
 from rl4llm.compose.setup import Setup, held
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of
 from rl4llm.config import Config, to_yaml
-from rl4llm.core.errors import ConfigError, DataError, TemplateError
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
 from rl4llm.data.answers import ANSWER_COLUMNS
@@ -30,10 +30,10 @@ from rl4llm.data.demonstrations import (
     label_group,
     pair_group,
 )
-from rl4llm.data.lengths import PATIENCE, context_limits, dropped, fitting_rows, too_long, usable_rows
+from rl4llm.data.lengths import PATIENCE, context_limits, dropped, unfit, usable_rows
 from rl4llm.data.overlap import overlap_warnings
 from rl4llm.data.render import Renderer
-from rl4llm.data.texts import Texts, hold_text, text_group
+from rl4llm.data.texts import hold_text, text_chunks, text_group
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.trainers.dataset import DatasetTrainer
@@ -147,22 +147,16 @@ def dataset_reader(setup: Setup, dataset: Any) -> tuple[Read, Fitting]:
     reader = partial(READERS[learns_from], renderer)
 
     def fitting(rows: Any, context_length: int, where: str) -> Any:
-        if hold_text(rows):
-            raise DataError(
-                f"{where}: the rows are texts without roles, but those of data are conversations."
-            )
         check_texts(rows, partial(_texts, ("messages", *answers)), renderer, where)
-        return fitting_conversations(rows, reader, setup, context_length, where)
+        return fitting_conversations(rows, reader, setup, context_length)
 
     return reader, fitting
 
 
 def _chunks(setup: Setup, rows: Any, context_length: int, where: str) -> Any:
     """Return the texts of rows, cut to the context."""
-    if len(rows) and not hold_text(rows):
-        raise DataError(f"{where}: the rows are conversations, but those of data are texts without roles.")
     size = min(context_length, setup.config.training.max_tokens_per_batch or context_length)
-    return Texts(setup.tokenizer, setup.config.data.special_tokens, size).chunks(rows)
+    return text_chunks(rows, setup.tokenizer, setup.config.data.special_tokens, size)
 
 
 def _check_last_token(group: Group, tokenizer: Any) -> None:
@@ -214,7 +208,7 @@ def _shown_tools(setup: Setup, dataset: Any) -> tuple[Any, str]:
         return env.tool_schemas, env.call_example if env.tool_schemas else ""
 
 
-def fitting_conversations(rows: Any, read: Read, setup: Setup, context_length: int, where: str) -> Any:
+def fitting_conversations(rows: Any, read: Read, setup: Setup, context_length: int) -> Any:
     """Return the rows of a dataset that the template can render and that fit the context.
 
     Raises DataError for the first other row, with its place, unless data.bad_rows=skip. A row of each form is read, and all
@@ -222,21 +216,14 @@ def fitting_conversations(rows: Any, read: Read, setup: Setup, context_length: i
     """
     skip = setup.config.data.bad_rows == "skip"
     columns = ("messages", *ANSWER_COLUMNS.get(setup.needs.learns_from, ()))
-    refused: dict[int, str] = {}
 
-    def length(number: int) -> int | None:
-        try:
-            group = read(rows[number], str(rows[number].get("prompt_id", number)))
-        except (DataError, TemplateError) as error:
-            refused[number] = str(error)
-            usable_rows(rows, refused, skip=skip)
-            return None
+    def length(number: int) -> int:
+        group = read(rows[number], str(rows[number].get("prompt_id", number)))
         return max(trajectory.num_tokens for trajectory in group.trajectories)
 
-    for numbers in by_form(rows, columns):
-        next((number for number in numbers if length(number) is not None), None)
-    lengths = too_long(by_size(rows, columns, vision_of(setup.config)), length, context_length, PATIENCE)
-    order = [number for number in range(len(rows)) if number not in refused]
-    long = {new: lengths[old] for new, old in enumerate(order) if old in lengths}
-    usable = usable_rows(rows, refused, skip=skip)
-    return fitting_rows(usable, long, drop=skip, where=where, limit=context_length)
+    faults: dict[int, str] = {}
+    longest = by_size(rows, columns, vision_of(setup.config))
+    for numbers, patience in (*((numbers, 1) for numbers in by_form(rows, columns)), (longest, PATIENCE)):
+        if skip or not faults:
+            faults |= unfit(numbers, length, context_length, skip=skip, patience=patience)
+    return usable_rows(rows, faults, skip=skip)

@@ -56,9 +56,7 @@ class Conversations(_WithAnswers):
     """Read conversations: messages, or a prompt and its answer in separate columns; or texts without any roles."""
 
     def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
-        name = self.prompt_column or next(
-            (name for name in PROMPT_COLUMNS if row.get(name) is not None), None
-        )
+        name = self.prompt_column or next((key for key in PROMPT_COLUMNS if row.get(key) is not None), None)
         if not self.prompt_column and name in ("messages", "conversations"):
             messages, answers, stored = RowReader.read(self, row)
             if not messages:
@@ -78,15 +76,13 @@ class Conversations(_WithAnswers):
                 f"for a text without roles. The row has: {', '.join(map(str, row))}."
             )
         if any(message.role == "assistant" for message in prompt):
-            raise DataError(
-                "the prompt contains answers of the assistant, which would be learned. Use a column 'messages'."
-            )
+            raise DataError("the prompt has answers, which would be learned. Use a column 'messages'.")
         if column == "completion" and str(row.get("label")).lower() == "false":
             raise DataError(
-                "label=false marks a bad answer, which would be learned. Remove the row, or learn with kto."
+                "label=false marks a bad answer, which would be learned. Remove the row, or use kto."
             )
         answer = answer_of(row, column)
-        _check_follows(column, answer)
+        _check_first(column, answer)
         return [*prompt, *answer], {}, (_dicts([*prompt, *answer]),)
 
     def instruction(self, row: Mapping[str, Any]) -> Messages | None:
@@ -96,8 +92,7 @@ class Conversations(_WithAnswers):
             return None
         if str(row.get("history") or "").strip("[]()\"', "):
             raise DataError(
-                "the row has earlier turns in a column 'history', which is not read. Write the whole conversation in a "
-                "column 'messages'."
+                "earlier turns in a column 'history' are not read. Write them in a column 'messages'."
             )
         names = ("instruction", "input", "context")
         texts = [_text(name, row[name]) for name in names if row.get(name) not in (None, [], {})]
@@ -116,10 +111,7 @@ class Conversations(_WithAnswers):
         check_replies("messages", messages)
         for number, message in enumerate(messages, start=1):
             if message.role == "assistant" and (number == 1 or messages[number - 2].role == "assistant"):
-                raise DataError(
-                    f"message {number} is the assistant's, but no message before it asks for an answer. Join it with the "
-                    "message before it, or remove the row."
-                )
+                raise DataError(f"message {number} is the assistant's, and no other before it asks for one.")
 
     def check_learned(self, messages: Messages) -> None:
         """Raise DataError for messages of others that should be learned, or if none of the assistant's is."""
@@ -127,21 +119,18 @@ class Conversations(_WithAnswers):
         for number, message in enumerate(messages, start=1):
             if message.learned and message.role != "assistant":
                 raise DataError(
-                    f"message {number} of messages should be learned, but its role is {message.role!r}. Only the "
-                    "assistant's are learned, unless algorithm.learn is context or all."
+                    f"message {number}, a {message.role}'s, has a weight. Set algorithm.learn=all."
                 )
 
     def text(self, row: Mapping[str, Any]) -> str:
         """Return a text that is learned as a whole; raise DataError for anything else."""
         for name in ("system_prompt", "prompt_template"):
             if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"data.{name} has no effect on texts without roles (column 'text'). Remove it."
-                )
+                raise ConfigError(f"data.{name} has no effect on texts (column 'text'). Remove it.")
         if others := [name for name in _ASKED if row.get(name) not in (None, "")]:
             raise DataError(
-                f"the row has a text without roles (column 'text'), but also {', '.join(others)}. Name the columns of "
-                "prompt and answer with data.prompt_column and data.answer_column, or keep only the text."
+                f"the row has a 'text', but also {', '.join(others)}. Name prompt and answer with data.prompt_column and "
+                "data.answer_column, or keep only the text."
             )
         if not (text := _text("text", row["text"])).strip():
             raise DataError("the text is empty. Remove the row.")
@@ -157,13 +146,11 @@ class WholeConversations(Conversations):
         for is_answer, run in groupby(messages[first:], lambda message: message.role == "assistant"):
             if not is_answer and len({message.learned is False for message in run}) > 1:
                 raise DataError(
-                    "of the messages between two answers of the assistant some have a weight of 0. They are one "
-                    "piece: give all of them the same weight."
+                    "some messages between two answers have a weight of 0. Give all of them the same."
                 )
         if not any(map(self.learns, messages[first:])):
             raise DataError(
-                "nothing of the conversation is learned: behind the first answer no message is left, or each has a "
-                "weight of 0."
+                "nothing of the conversation is learned: no message after the prompt has a weight."
             )
 
     def learns(self, message: ChatMessage) -> bool:
@@ -171,9 +158,7 @@ class WholeConversations(Conversations):
         return message.learned is not False
 
     def text(self, row: Mapping[str, Any]) -> str:
-        raise ConfigError(
-            "the row is a text without roles (column 'text'), so it has no turns. Set algorithm.learn=assistant."
-        )
+        raise ConfigError("a text without roles (column 'text') has no turns. Set algorithm.learn=assistant.")
 
 
 class Worlds(WholeConversations):
@@ -196,8 +181,9 @@ class Pairs(_WithAnswers):
             prompt = _shared_prompt(chosen, rejected, prompt)
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         prompt = _checked_prompt(row, prompt)
-        _check_follows("chosen", chosen)
-        _check_follows("rejected", rejected)
+        for column, answer in (("chosen", chosen), ("rejected", rejected)):
+            _check_first(column, answer)
+            check_learned(column, answer)
         check_replies("chosen", chosen)  # an empty answer may well be the rejected one
         answers = {"chosen": _dicts(chosen), "rejected": _dicts(rejected), "margin": _margin(row)}
         return prompt, answers, (_dicts(prompt), answers)
@@ -208,12 +194,10 @@ class Comparisons(Pairs):
 
     def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
         prompt, answers, stored = Pairs.read(self, row)
-        if any(
-            "weight" in message for message in (*_dicts(prompt), *answers["chosen"], *answers["rejected"])
-        ):
+        messages = (*_dicts(prompt), *answers["chosen"], *answers["rejected"])
+        if any("weight" in message for message in messages):
             raise DataError(
-                "the row says which messages are learned (a weight or the like), but a reward model learns one value for "
-                "a whole conversation. Remove these keys."
+                "a reward model learns one value for a whole conversation. Remove the weights of messages."
             )
         return prompt, answers, stored
 
@@ -224,13 +208,12 @@ class Labels(_WithAnswers):
     def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
         prompt = _checked_prompt(row, self.prompt_beside(row))
         completion = answer_of(row, "completion")
-        _check_follows("completion", completion)
+        _check_first("completion", completion)
+        check_learned("completion", completion)
         stored = row.get("label")
         label = _LABELS.get(str(stored).lower())
         if label is None:
-            raise DataError(
-                f"label={stored!r:.60} is not accepted. Accepted: true for a good answer, false for a bad one."
-            )
+            raise DataError(f"label={stored!r:.60} is not accepted. Accepted: true (a good answer) or false.")
         if label:
             check_replies("completion", completion)
         answers = {"completion": _dicts(completion), "label": label}
@@ -244,8 +227,8 @@ def check_labels(rows: Any, limit: int | None = None) -> None:
         label = labels.pop()
         more = "" if limit is None else f", or raise data.limit={limit}"
         raise DataError(
-            f"{rows.source}: all {len(rows)} rows have label={str(label).lower()}. Learning from labels needs good and bad "
-            f"answers: add rows with label={str(not label).lower()}{more}."
+            f"{rows.source}: all {len(rows)} rows have label={str(label).lower()}. Add rows with "
+            f"label={str(not label).lower()}{more}."
         )
 
 
@@ -256,10 +239,8 @@ def answer_of(row: Mapping[str, Any], column: str, *, alone: bool = False) -> Me
     a row with tools holds calls: a list of ``{"name": ..., "arguments": ...}``, or its JSON text.
     """
     if not has_column(row, column):
-        raise DataError(
-            f"the column {column!r} is missing. The row has: {', '.join(map(str, row))}. "
-            "Next: rename the column, or choose an algorithm.name that learns from other columns."
-        )
+        names = ", ".join(map(str, row))
+        raise DataError(f"the column {column!r} is missing. The row has: {names}. Next: rename the column.")
     value = messages_in(value_at(row, column), column)
     if value is None:
         messages = []
@@ -279,20 +260,15 @@ def _dialogue(text: str) -> Messages:
     start, *parts = _TURN.split(text)
     if start.strip() or not parts:
         return []
-    return [
-        ChatMessage(_SPEAKERS[speaker], said.strip())
-        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
-    ]
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [ChatMessage(_SPEAKERS[speaker], text.strip()) for speaker, text in turns]
 
 
 def check_replies(column: str, messages: Messages) -> None:
     """Raise DataError for an assistant message without content and tool calls, which would train empty replies."""
     number = empty_reply(messages)
     if number:
-        raise DataError(
-            f"message {number} of {column} is an empty reply of the assistant, which would train the model to "
-            "reply with nothing. Fill it in or remove the row."
-        )
+        raise DataError(f"message {number} of {column} is an empty reply. Fill it in or remove the row.")
 
 
 def empty_reply(messages: Sequence[ChatMessage]) -> int | None:
@@ -306,13 +282,10 @@ def empty_reply(messages: Sequence[ChatMessage]) -> int | None:
 def check_learned(column: str, messages: Messages) -> None:
     """Raise DataError if each of the assistant's messages has a weight of 0, or a user ends the conversation."""
     if all(message.learned is False for message in messages if message.role == "assistant"):
-        raise DataError(
-            f"no message of {column} is learned: each of the assistant's has a weight of 0. Remove the row."
-        )
+        raise DataError(f"no message of {column} is learned: each answer has a weight of 0. Remove the row.")
     if messages[-1].role in ("user", "system"):  # of which a mislabelled answer is the most frequent cause
         raise DataError(
-            f"{column} ends with a message of role {messages[-1].role!r}, which nothing answers and nothing learns. Correct "
-            "its role, or remove it."
+            f"{column} ends with a message of role {messages[-1].role!r}. Correct its role, or remove it."
         )
 
 
@@ -326,35 +299,29 @@ def _shared_prompt(chosen: Messages, rejected: Messages, prompt: Messages | None
     following = {side[size].role for side in (chosen, rejected) if len(side) > size}
     if not shared or following != {"assistant"}:
         raise DataError(
-            f"chosen and rejected start from different prompts: they first differ at message {size}, which must be "
-            "the assistant's in both. Only answers to the same prompt can be compared."
+            f"chosen and rejected start from different prompts: they first differ at message {size}, which must be the "
+            "assistant's in both."
         )
     if prompt is not None:
         adds_system = len(chosen) > len(prompt) and chosen[0].role == "system"  # which the prompt may lack
         start = adds_system and (not prompt or prompt[0].role != "system")
         if chosen[start : len(prompt) + start] != prompt:
-            raise DataError(
-                "chosen and rejected are whole conversations, but do not begin with the row's prompt."
-            )
+            raise DataError("chosen and rejected are conversations that do not begin with the row's prompt.")
     return shared
 
 
 def _checked_prompt(row: Mapping[str, Any], prompt: Messages | None) -> Messages:
     if prompt is None:
         raise DataError(
-            f"the row has no prompt. Accepted: a column 'prompt' or 'messages' (another: data.prompt_column), or "
-            "for pairs whole conversations in 'chosen' and 'rejected', as messages or as strings "
-            f"'Human: ...\\n\\nAssistant: ...'. The row has: {', '.join(map(str, row))}."
+            "the row has no prompt. Accepted: a column 'prompt' or 'messages' (another: data.prompt_column), or whole "
+            f"conversations in 'chosen' and 'rejected'. The row has: {', '.join(map(str, row))}."
         )
     return prompt
 
 
-def _check_follows(column: str, messages: Messages) -> None:
+def _check_first(column: str, messages: Messages) -> None:
     if not messages or messages[0].role != "assistant":
-        raise DataError(
-            f"{column} must continue with an answer of the assistant, not of {messages[0].role if messages else 'nobody'!r}."
-        )
-    check_learned(column, messages)
+        raise DataError(f"{column} must continue with an answer of the assistant.")
 
 
 def _margin(row: Mapping[str, Any]) -> float:

@@ -274,17 +274,14 @@ def _of_file(text: str, directory: Path | None) -> Picture:
         raise DataError(f"the image {text[:80]!r} is a path, but the rows come from no directory.")
     try:
         file, root = (directory / text).resolve(), directory.resolve()
-        if not file.is_relative_to(root):
-            raise DataError(f"the image {text[:80]!r} is not below {root}, the directory of the data.")
-        if file.stat().st_size > MAX_BYTES:
-            raise DataError(f"the image {text[:80]!r} has more than {MAX_BYTES:,} bytes.")
-        if not file.is_file():  # reading a pipe would wait for ever
-            raise DataError(f"the image {text[:80]!r} is not a file.")
-        return Picture(file.read_bytes())
+        # reading a pipe would wait for ever
+        if file.is_relative_to(root) and file.is_file() and file.stat().st_size <= MAX_BYTES:
+            return Picture(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"the image {text[:80]!r} cannot be read: {getattr(error, 'strerror', error)}."
-        ) from error
+        raise DataError(f"the image {text[:80]!r} cannot be read: {error}.") from error
+    raise DataError(
+        f"the image {text[:80]!r} is not a file of at most {MAX_BYTES:,} bytes below {root}, the directory of the data."
+    )
 
 
 def _decoded(text: str) -> bytes:

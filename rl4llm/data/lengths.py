@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl4llm.core.errors import DataError
+from rl4llm.core.errors import DataError, TemplateError
 from rl4llm.data.load import OR_SKIP, Rows
 
 ORIGINAL = "original_max_position_embeddings"
@@ -30,51 +30,37 @@ def context_limits(config: Any) -> list[tuple[int, str]]:
     return [(length, reason) for length, reason in limits if length]
 
 
-def too_long(
-    numbers: Iterable[int], length: Callable[[int], int | None], limit: int, patience: int | None = None
-) -> dict[int, int]:
-    """Return the number of tokens of each row with more than `limit` tokens, by row number.
+def unfit(
+    numbers: Iterable[int],
+    length: Callable[[int], int | None],
+    limit: int,
+    *,
+    skip: bool,
+    patience: int | None = None,
+) -> dict[int, str]:
+    """Return why rows cannot be rendered or have more than `limit` tokens, by row number.
 
     Args:
         numbers: row numbers, in the order in which the rows are checked.
         length: returns the number of tokens of a row, or None if the row is known to fit.
+        limit: the most tokens that a row may have.
+        skip: check the rows behind the first fault too.
         patience: stop after this number of consecutive rows that fit; None checks all.
     """
-    found: dict[int, int] = {}
+    faults: dict[int, str] = {}
     fitting = 0
     for number in numbers:
-        tokens = length(number)
-        fitting = fitting + 1 if tokens is None or tokens <= limit else 0
-        if tokens is not None and tokens > limit:
-            found[number] = tokens
-        if fitting == patience:
+        try:
+            tokens = length(number) or 0
+        except (DataError, TemplateError) as error:
+            faults[number] = str(error)
+        else:
+            if tokens > limit:
+                faults[number] = f"it has {tokens} tokens, and the context has room for {limit}."
+        fitting = 0 if number in faults else fitting + 1
+        if fitting == patience or (faults and not skip):
             break
-    return found
-
-
-def fitting_rows(rows: Any, long: Mapping[int, int], *, drop: bool, where: str, limit: int) -> Any:
-    """Return the rows that are not too `long`; raises DataError for long rows unless `drop` is set.
-
-    Args:
-        rows: a dataset; the order of its rows is kept.
-        long: the number of tokens of each row that is too long, by row number.
-        drop: leave long rows out instead of raising; not if all rows are too long.
-        where: what the rows are for, "data" or "eval".
-        limit: the most tokens that a row may have.
-    """
-    if not long:
-        return rows
-    if not drop or len(long) == len(rows):
-        shown = "; ".join(
-            f"{place(rows, number)} has {long[number]} tokens" for number in sorted(long)[:SHOWN]
-        )
-        more = f"; and {len(long) - SHOWN} more" if len(long) > SHOWN else ""
-        out = ", or set data.bad_rows=skip to leave them out" if len(long) < len(rows) else ""
-        raise DataError(
-            f"{where}: {len(long)} of {len(rows)} rows are too long: {shown}{more}. The context has room for {limit} "
-            f"tokens. Shorten or remove these rows{out}."
-        )
-    return rows_without(rows, long)
+    return faults
 
 
 def usable_rows(rows: Any, faults: Mapping[int, str], *, skip: bool) -> Any:
@@ -86,7 +72,9 @@ def usable_rows(rows: Any, faults: Mapping[int, str], *, skip: bool) -> Any:
         return rows
     reasons = [f"{place(rows, number)}: {fault}" for number, fault in faults.items()]
     if not skip or len(faults) == len(rows):
-        raise DataError(f"{reasons[0]} {OR_SKIP}")
+        raise DataError(
+            f"each row has a fault; the first: {reasons[0]}" if skip else f"{reasons[0]} {OR_SKIP}"
+        )
     kept = rows_without(rows, faults)
     return replace(kept, skipped=(*kept.skipped, *reasons)) if isinstance(kept, Rows) else kept
 
@@ -101,20 +89,12 @@ def rows_without(rows: Any, left_out: Container[int]) -> Any:
 
 
 def dropped(rows: Sequence[Any], kept: Sequence[Any], where: str) -> list[str]:
-    """Return warnings about the rows that were left out, as a list that is empty if there are no such rows."""
-    before = rows.skipped if isinstance(rows, Rows) else ()
-    bad = kept.skipped if isinstance(kept, Rows) else before
-    usable = len(rows) + len(before) - len(bad)
-    found = []
-    if bad:
-        found.append(
-            f"{where}: {len(bad)} of {usable + len(bad)} rows were skipped (data.bad_rows=skip). The first: {bad[0]}"
-        )
-    if (count := usable - len(kept)) > 0:  # texts are cut into more rows
-        found.append(
-            f"{where}: {count} of {usable} rows are too long and were left out (data.bad_rows=skip)."
-        )
-    return found
+    """Return a warning about the rows that were left out, in a list that is empty if there are no such rows."""
+    total = len(rows) + len(rows.skipped if isinstance(rows, Rows) else ())
+    reasons = kept.skipped if isinstance(kept, Rows) else ()
+    count = len(reasons) if isinstance(kept, Rows) else total - len(kept)
+    first = f" The first: {reasons[0]}" if reasons else ""
+    return [f"{where}: {count} of {total} rows were skipped (data.bad_rows=skip).{first}"] if count else []
 
 
 def place(rows: Any, number: int) -> str:

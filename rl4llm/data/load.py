@@ -80,11 +80,6 @@ class Rows(Sequence[Row]):
         row = self.rows[index]
         return pickle.loads(row) if isinstance(row, bytes) else row
 
-    @property
-    def columns(self) -> list[str]:
-        """Return the names of the first row's columns."""
-        return list(self[0])
-
 
 def load_rows(
     source: Any,
@@ -100,24 +95,17 @@ def load_rows(
 
         load_rows("openai/gsm8k:main", prompt_column="question", answer_column="answer", answer_pattern=r"####\s*(.+)")
 
-    The prompt is in `prompt_column`, "messages", "prompt" or "conversations": messages, or a text (inside `prompt_template`
-    with its ``{prompt}``), in both cases after `system_prompt`. The ground truth is in `answer_column` or "ground_truth"
-    (the first group of `answer_pattern`, if given). A dot leads into a nested column, such as ``reward_model.ground_truth``.
-    All other columns are kept and passed to the rewards.
+    docs/rows.md has the columns that are read. The prompt is messages, or a text inside `prompt_template`, in both cases
+    after `system_prompt`. The ground truth is the first group of `answer_pattern`, if given. A dot leads into a nested
+    column, such as ``reward_model.ground_truth``. All other columns are kept and passed to the rewards.
 
     A row's `prompt_id` is its column `prompt_id` or `id`. Other rows are named by a hash of their stored prompt and answer,
     so the name does not depend on the system prompt or the order. Rows with the same name get the suffixes -2, -3 ...
 
-    `learns_from` tells what the rows are for. Rows for "episodes" may lack a ground truth. "demonstrations", "worlds" and
-    "conversations" contain the assistant's messages, or a prompt and its answer in `answer_column` or "completion".
-    "pairs", "comparisons" (pairs that are compared as a whole) and "labels" contain answers beside the prompt. The prompt's
-    column is `prompt_column`, "prompt" or "messages", see `rl4llm.data.answers`.
-    With `images`, rows may have images: in content parts, and in the columns `image` and `images`, see
-    `rl4llm.data.images.RowImages`. Otherwise a row with images is bad.
-    `limit` takes the first rows. With `bad_rows="skip"`, rows with a fault of their content, such as an empty reply, are
-    left out, and `skipped` says why; by default the first of them raises DataError.
-    Raises ConfigError for options that cannot work, and DataError, with the row's file and
-    line, for invalid data.
+    `learns_from` tells what the rows are for, see `rl4llm.data.answers`. With `images`, rows may have images, see
+    `rl4llm.data.images.RowImages`. `limit` takes the first rows. With `bad_rows="skip"`, rows with a fault are left out, and
+    `skipped` says why; by default the first of them raises DataError with its file and line.
+    Raises ConfigError for options that cannot work.
     """
     sees = images and learns_from in SEES
     reader: RowReader = load(ROW_READERS[learns_from])(**columns, home=_directory_of(source), sees=sees)
@@ -131,11 +119,8 @@ def load_rows(
         rows.append(pickle.dumps(row, pickle.HIGHEST_PROTOCOL) if of_file else row)
         places.append(where)
     if not rows:
-        why = (
-            f"all {len(faults)} rows were skipped; the first: {faults[0]}"
-            if faults
-            else "the dataset is empty"
-        )
+        skipped = f"all {len(faults)} rows were skipped; the first: {faults[0]}" if faults else ""
+        why = skipped or "the dataset is empty"
         raise DataError(f"{name}: {why} (split {split!r}). Next step: check data.path and data.split.")
     return Rows(tuple(rows), name, tuple(places), tuple(faults))
 
@@ -157,30 +142,28 @@ class RowReader:
         if (template := self.prompt_template) is not None:
             try:
                 shows = "<the prompt>" in template.format(prompt="<the prompt>")
-            except (LookupError, ValueError, AttributeError) as error:
-                raise ConfigError(
-                    f"data.prompt_template={template!r} has braces other than {{prompt}}. Write them as {{{{ and }}}}."
-                ) from error
+            except (LookupError, ValueError, AttributeError):
+                shows = False
             if not shows:
                 raise ConfigError(
-                    f"data.prompt_template={template!r} has no {{prompt}}, the place of the prompt."
+                    f"data.prompt_template={template!r} has no {{prompt}}, the place of the prompt, or other braces, not "
+                    "written as {{ and }}."
                 )
-        if (pattern := self.answer_pattern) is not None:
-            try:
-                groups = re.compile(pattern).groups
-            except re.error as error:
-                raise ConfigError(
-                    f"data.answer_pattern={pattern!r} is not a regular expression: {error}."
-                ) from error
-            if groups == 0:
-                raise ConfigError(f"data.answer_pattern={pattern!r} has no group. Put ( ) around the answer.")
+        try:
+            groups = re.compile(self.answer_pattern or "()").groups
+        except re.error as error:
+            raise ConfigError(
+                f"data.answer_pattern={self.answer_pattern!r} is not a regular expression: {error}."
+            ) from error
+        if not groups:
+            raise ConfigError(f"data.answer_pattern={self.answer_pattern!r} has no group around the answer.")
 
     def named(self, row: Any) -> tuple[str, Row]:
         """Return the prompt of a stored row, and its name, which equal rows share; raises DataError for an invalid row."""
         if not isinstance(row, Mapping):
             raise DataError(
-                f"a row must be a mapping of columns, like {{'prompt': ...}}, not {row!r:.60}. Pandas gives them "
-                "with table.to_dict('records')."
+                f"a row must be a mapping of columns, like {{'prompt': ...}}, not {row!r:.60}. For pandas: "
+                "table.to_dict('records')."
             )
         if row.get(FUNCTIONS) and not row.get(TOOLS):  # the older name of OpenAI
             row = {**row, TOOLS: row[FUNCTIONS]}
@@ -194,10 +177,7 @@ class RowReader:
     def _named(self, row: Mapping[str, Any]) -> tuple[str, Row]:
         unseen = [*picture_columns(row, self.home), *(name for name in MEDIA if is_media(row.get(name)))]
         if unseen:
-            raise DataError(
-                f"the column {unseen[0]!r} holds pictures, videos or sounds, {UNSEEN} Remove the column if the text alone "
-                "makes sense, or remove the row."
-            )
+            raise DataError(f"the column {unseen[0]!r} holds pictures, videos or sounds, {UNSEEN}")
         messages, answers, stored = self.read(row)
         if self.images is not None:
             messages = self.images.placed(messages)
@@ -217,14 +197,10 @@ class RowReader:
                 text.encode()
             except UnicodeEncodeError as error:
                 around = text[max(0, error.start - 20) : error.start + 20]
-                raise DataError(
-                    f"{around!r} contains a lone surrogate, which is not valid Unicode."
-                ) from error
+                raise DataError(f"{around!r} has a lone surrogate, which is not Unicode.") from error
         text = json.dumps(stored, sort_keys=True, default=_as_text)
-        given = next(
-            (str(row[name]) for name in ("prompt_id", "id") if row.get(name) not in (None, "")), None
-        )
-        return given or hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), made
+        name = str(next((row[key] for key in ("prompt_id", "id") if row.get(key) not in (None, "")), ""))
+        return name or hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), made
 
     def with_system_prompt(self, row: Mapping[str, Any], messages: Messages) -> Messages:
         """Return messages after the system prompt of the row's column or the configuration; a row has one of them."""
@@ -236,7 +212,7 @@ class RowReader:
             raise DataError("the row already has a system message. Leave data.system_prompt unset.")
         if own and len({text.strip() for text in (*own, *found[:1])}) > 1:
             raise DataError(
-                f"the row has a system message and another one in a column ({own[-1]!r:.60}). Keep one."
+                f"the row has a system message and another in a column ({own[-1]!r:.40}). Keep one."
             )
         text = self.system_prompt or (None if found or not own else own[0])
         return [ChatMessage("system", text), *messages] if text and messages else messages
@@ -247,8 +223,8 @@ class RowReader:
         column = self.prompt_column or next(iter(given), None)
         if column is None:
             raise DataError(
-                f"the row has neither 'messages' nor 'prompt'. Next step: set data.prompt_column to the column of "
-                f"the prompt. The row has: {', '.join(map(str, row))}."
+                f"the row has no 'messages' or 'prompt' but {', '.join(map(str, row))}. Next step: set data.prompt_column "
+                "to the column of the prompt."
             )
         prompt = self.prompt(row, column)
         answer = self.answer_column or "ground_truth"
@@ -308,25 +284,17 @@ def conversation(column: str, stored: Any, picture: ReadPicture | None = None) -
     """
     stored = messages_in(stored, column, only=True)  # each fault of the list is named
     if not isinstance(stored, list | tuple) or not all(isinstance(message, Mapping) for message in stored):
-        raise DataError(
-            f"{column} must be a list of messages {{'role': ..., 'content': ...}}, not {stored!r:.60}."
-        )
+        raise DataError(f"{column} must be a list of messages with 'role' and 'content', not {stored!r:.60}.")
     messages: Messages = []
     for number, item in enumerate(stored, start=1):
         try:
             message = ChatMessage.from_dict(item, picture)
         except DataError as error:
             raise DataError(f"message {number} of {column}: {error}") from error
-        last = messages[-1] if messages else None
-        if (
-            last
-            and message.tool_calls
-            and not message.content
-            and last.tool_calls
-            and last.role == message.role
-        ):
+        calls = message.tool_calls if message.role == "assistant" and not message.content else None
+        if calls and messages and messages[-1].role == "assistant" and messages[-1].tool_calls:
             # calls that were made together, which ShareGPT's form stores one by one
-            messages[-1] = replace(last, tool_calls=(*last.tool_calls, *message.tool_calls))
+            messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, *calls))
         else:
             messages.append(message)
     return messages

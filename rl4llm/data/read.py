@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import importlib
 import io
@@ -12,13 +11,12 @@ import os
 import re
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rl4llm.core.errors import DataError
+from rl4llm.core.errors import DataError, did_you_mean
 from rl4llm.core.message import read_json
 from rl4llm.data.columns import arrow_row
 from rl4llm.runtime.hub import hub_answers
@@ -75,7 +73,10 @@ def _named(source: str, split: str) -> Iterator[Located]:
         return _directory(path, split)
     hub = _hub_name(source)
     if hub is None:
-        raise DataError(f"The dataset {source!r} does not exist.{_close_name(path)} Accepted: {_ACCEPTED}.")
+        names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(
+            f"The dataset {source!r} does not exist.{did_you_mean(path.name, names)} Accepted: {_ACCEPTED}."
+        )
     return _hub(hub["name"], hub["config"], split)
 
 
@@ -204,30 +205,21 @@ def _csv(path: Path, split: str) -> Iterator[Located]:
     text, where = _whole(path), str(path)
     reader = csv.DictReader(io.StringIO(text, newline=""), restkey="", strict=True)
     try:
-        _check_header(reader.fieldnames or (), text, where)
+        names = list(reader.fieldnames or ())
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise DataError(
+                f"{where}:1: two columns have the name {twice[0]!r}. Rename or remove one of them."
+            )
         for row in reader:
             where = f"{path}:{reader.line_num}"
             if "" in row or None in row.values():
-                columns = len(reader.fieldnames or ())
                 raise DataError(
-                    f"{where}: the row does not have {columns} fields, the number of columns. Fix the row."
+                    f"{where}: the row does not have {len(names)} fields, one for each column. Fix the row."
                 )
             yield where, {column: text or None for column, text in row.items()}
     except csv.Error as error:
         after = f" after the row at {where}" if where != str(path) else ""
         raise DataError(f"{path}: not valid CSV{after}: {error}.") from error
-
-
-def _check_header(names: Sequence[str], text: str, where: str) -> None:
-    """Raise DataError for columns with one name, and for a file whose separator is not a comma."""
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise DataError(f"{where}:1: two columns have the name {twice[0]!r}. Rename or remove one of them.")
-    found = re.search(r"[;\t|]", names[0]) if len(names) == 1 else None
-    if found and all(found[0] in line for line in text.splitlines()[:3]):
-        raise DataError(
-            f"{where}:1: the one column {names[0]!r:.80} looks like several. Separate columns by commas, not {found[0]!r}."
-        )
 
 
 def _parquet(path: Path, split: str) -> Iterator[Located]:
@@ -275,22 +267,11 @@ def _decode(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        lines, begins = data.count(b"\n", 0, error.start), data.rfind(b"\n", 0, error.start) + 1
-        place = f"{where}:{lines + 1}" if lines else where
-        encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
+        line = data.count(b"\n", 0, error.start) + 1
+        place = f"{where}:{line}" if line > 1 else where
         raise DataError(
-            f"{place}: byte {error.start - begins} (0x{data[error.start]:02x}) is not UTF-8. Next step: convert the "
-            f"file, for example with iconv -f {encoding} -t utf-8."
+            f"{place}: {data[error.start :][:9]!r} is not UTF-8. Next step: convert the file, for example with iconv."
         ) from error
-
-
-def _close_name(path: Path) -> str:
-    try:
-        names = [file.name for file in path.parent.iterdir()]
-    except OSError:
-        return f" The directory {str(path.parent)!r} does not exist either."
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f" Did you mean {str(path.parent / close[0])!r}?" if close else ""
 
 
 def _first_line(error: Exception) -> str:

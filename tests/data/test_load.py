@@ -52,7 +52,7 @@ def test_a_prompt_is_made_from_columns(tmp_path):
     ]
     assert truths(rows) == ["2", "4"]
     assert rows[1]["question"] == "What is 2+2?"
-    assert rows.columns == ["prompt_id", "messages", "ground_truth", "question", "answer"]
+    assert [*rows[0]] == ["prompt_id", "messages", "ground_truth", "question", "answer"]
     assert [ChatMessage.from_dict(message).role for message in rows[0]["messages"]] == ["system", "user"]
 
 
@@ -299,7 +299,7 @@ GOOD = json.dumps(QA[0])
 BROKEN_FILES = {
     "broken line": ([GOOD, '{"question": '], r"a\.jsonl:2: not valid JSON at column 13"),
     "torn line": ([GOOD, GOOD[:20]], r"a\.jsonl:2: not valid JSON"),
-    "other encoding": ([GOOD, b'{"question": "caf\xe9"}'], r"a\.jsonl:2: byte 17 .*0xe9.* is not UTF-8"),
+    "other encoding": ([GOOD, b'{"question": "caf\xe9"}'], r"a\.jsonl:2: .*xe9.* is not UTF-8"),
     "not an object": ([GOOD, "", "[1, 2]"], r"a\.jsonl:3: a row must be a mapping of columns"),
     "other columns": (
         [GOOD, '{"questoin": "x", "answer": "y"}'],
@@ -374,9 +374,9 @@ def test_other_files_report_the_place_too(tmp_path):
         load_rows(write(tmp_path / "a.csv", "question,answer", "x,y", "x"), **COLUMNS)
     with pytest.raises(DataError, match=r"b\.csv:2: the row does not have"):
         load_rows(write(tmp_path / "b.csv", "question,answer", "x,y,z"), **COLUMNS)
-    with pytest.raises(DataError, match=r"c\.csv:2: byte 3 .*UTF-8.*latin1"):
+    with pytest.raises(DataError, match=r"c\.csv:2: .*xe9.* is not UTF-8"):
         load_rows(write(tmp_path / "c.csv", "question,answer", b"caf\xe9,y"), **COLUMNS)
-    with pytest.raises(DataError, match=r"d\.csv: byte 0 .*iconv -f utf-16"):
+    with pytest.raises(DataError, match=r"d\.csv: .* is not UTF-8"):
         load_rows(write(tmp_path / "d.csv", "question,answer\nx,y".encode("utf-16")), **COLUMNS)
     with pytest.raises(DataError, match=r"e\.csv: not valid CSV after the row at .*e\.csv:2"):
         load_rows(write(tmp_path / "e.csv", "question,answer", "x,y", '"x,y', "x,y"), **COLUMNS)
@@ -388,13 +388,6 @@ def test_other_files_report_the_place_too(tmp_path):
         load_rows(write(tmp_path / "b.jsonl.gz", GOOD), **COLUMNS)
     with pytest.raises(DataError, match="this file type"):
         load_rows(write(tmp_path / "a.txt", GOOD), **COLUMNS)
-
-
-@pytest.mark.parametrize("separator", [";", "\t", "|"])
-def test_csv_with_another_separator_is_refused(tmp_path, separator):
-    lines = [separator.join(line) for line in (("question", "answer"), ("x", "y"))]
-    with pytest.raises(DataError, match=r"a\.csv:1: .*by commas, not"):
-        load_rows(write(tmp_path / "a.csv", *lines), **COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -438,8 +431,6 @@ def test_a_missing_path_names_its_neighbour(tmp_path):
     jsonl(tmp_path / "train.jsonl")
     with pytest.raises(DataError, match=r"does not exist\. Did you mean '.*train\.jsonl'"):
         load_rows(tmp_path / "trian.jsonl", **COLUMNS)
-    with pytest.raises(DataError, match=r"does not exist\. The directory"):
-        load_rows(tmp_path / "nowhere" / "train.jsonl", **COLUMNS)
     with pytest.raises(DataError, match=r"does not exist.*Accepted: a \.jsonl"):
         load_rows("./data", **COLUMNS)
 
@@ -496,8 +487,8 @@ def test_a_hub_name_is_loaded_with_its_config_and_split(monkeypatch, hub_is_ther
 
 OPTIONS = {
     "template without place": ({"prompt_template": "Solve it."}, "has no {prompt}"),
-    "template with braces": ({"prompt_template": r"{prompt} \boxed{}"}, "braces other than"),
-    "template with names": ({"prompt_template": "{prompt} {answer}"}, "braces other than"),
+    "template with braces": ({"prompt_template": r"{prompt} \boxed{}"}, "other braces"),
+    "template with names": ({"prompt_template": "{prompt} {answer}"}, "other braces"),
     "pattern without group": ({"answer_pattern": "####.*"}, "has no group"),
     "invalid pattern": ({"answer_pattern": "("}, "not a regular expression"),
 }

@@ -6,7 +6,7 @@ import pytest
 
 from rl4llm.core.errors import ConfigError, DataError, SpecialTokenError
 from rl4llm.data.load import load_rows
-from rl4llm.data.texts import Texts, hold_text, text_group
+from rl4llm.data.texts import hold_text, text_chunks, text_group
 
 TEXTS = ["How many coins are 37 and 48? " * 5, "x", "Zwölf Boxkämpfer 🥊"]
 
@@ -21,7 +21,7 @@ def plain(tokenizer):
 
 def learned(plain, texts, size, mode="escape"):
     rows = load_rows([{"text": text} for text in texts], learns_from="demonstrations")
-    chunks = Texts(plain, mode, size).chunks(rows)
+    chunks = text_chunks(rows, plain, mode, size)
     groups = [text_group(row, row["prompt_id"]) for row in chunks]
     return rows, chunks, [group.trajectories[0] for group in groups]
 
@@ -57,16 +57,16 @@ def test_special_tokens_in_a_text_are_text(plain):
         learned(plain, [text], 100, "refuse")
 
 
-def test_texts_and_conversations_do_not_mix():
+def test_texts_and_conversations_do_not_mix(plain):
     said = {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
         "text": "a b",
     }
-    rows = load_rows([said, {"text": "a"}], learns_from="demonstrations")
-    with pytest.raises(DataError, match=r"dataset\[1\] \(prompt .* is a text, unlike the rows before it"):
-        hold_text(rows)
-    assert not hold_text(rows[:1])  # messages come first
-    assert hold_text(rows[1:])
+    rows = load_rows([{"text": "a"}, said], learns_from="demonstrations")
+    assert hold_text(rows)
+    assert not hold_text(rows[1:])  # messages come first
+    with pytest.raises(DataError, match=r"dataset\[1\] \(prompt .* is a conversation among texts"):
+        text_chunks(rows, plain, "escape", 9)
 
 
 @pytest.mark.parametrize("option", ["system_prompt", "prompt_template"])

@@ -145,7 +145,9 @@ def test_tools_of_rows_reach_prompts_of_every_trainer(model_dir, tokenizer, tmp_
 def test_a_clash_of_tools_is_refused_before_a_run(model_dir, tmp_path):
     rows = [{"messages": [ASKED], "ground_truth": "85", "tools": [SCHEMA]}] * 2
     env = {"name": "tool", "tools": ["calculator"]}
-    with pytest.raises(DataError, match=r"data: .*prompt .*tools in its column 'tools', .*: calculator"):
+    with pytest.raises(
+        DataError, match=r"dataset\[0\] \(prompt .*tools in its column 'tools', .*: calculator"
+    ):
         make(GRPOTrainer, model_dir, rows, tmp_path, rewards=["math"], env=env, rollout={"prompts": 1})
     with pytest.raises(ConfigError, match=r"bad_rows"):
         make(GRPOTrainer, model_dir, rows, tmp_path, data={"bad_rows": "drop"})
