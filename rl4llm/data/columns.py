@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,9 +19,8 @@ _PARAMETERS = ("input_schema", "inputSchema")  # what Anthropic and MCP call the
 _LIST = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
 # an array without its commas
 _PRINTED = re.compile(r"""\}\s*\n\s*\{\s*(["'])(role|from|content|value)\1\s*:""")
-_BEGINNINGS = re.compile(
-    rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP", re.DOTALL
-)  # of image files
+# of image files
+_BEGINNINGS = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP", re.DOTALL)
 _BASE64_BEGINNINGS = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 _OF_SCHEMAS = frozenset(("type", "properties", "$ref", "anyOf", "oneOf", "allOf", "$defs", "required"))
 
@@ -52,7 +52,7 @@ def _is_picture(value: Any, directory: Path) -> bool:
     if isinstance(value, str):
         if value.startswith(_BASE64_BEGINNINGS):
             return value.startswith("data:") or is_encoded(value)
-        return value[-5:].lower().endswith(IMAGE_FILES) and is_file(directory / value)
+        return value[-5:].lower().endswith(IMAGE_FILES) and os.path.isfile(directory / value)  # never raises
     if isinstance(value, bytes | bytearray | memoryview):
         return _BEGINNINGS.match(value) is not None
     if isinstance(value, list | tuple):
@@ -62,14 +62,6 @@ def _is_picture(value: Any, directory: Path) -> bool:
         path = value["path"] if {*value} == {"bytes", "path"} else None
         return any(_is_picture(item, directory) for item in stored) or str(path).lower().endswith(IMAGE_FILES)
     return hasattr(value, "save") and hasattr(value, "mode")  # an image of Pillow
-
-
-def is_file(path: Path) -> bool:
-    """Return whether a path is a file; what is too long or has a null byte is none."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def has_column(row: Mapping[str, Any], column: str) -> bool:
