@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from rl4llm.core.message import after_thinking
 from rl4llm.extensions.sandbox import Calls, Limits, Outcome, Program, Sandbox, Stdin
 from rl4llm.extensions.sandbox.layouts import ACCEPTED, Tests, function_name, read_tests
 
-FENCE = "```"
 MAX_CHARS = 100_000
-_PYTHON = ("python", "python3", "py")
+_MARGIN = " \t>"
+_ITEM = _MARGIN + "-*+.)0123456789"
+_PYTHON = re.compile(r"\W*py(thon)?[\d.]*\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +55,45 @@ def code_in(reply: str, entry_point: str = "") -> tuple[str, bool]:
     without any block is code as a whole. Reasoning up to ``</think>`` is skipped.
     """
     text = after_thinking(reply)
-    pieces = text.split(FENCE)
-    blocks = [piece.partition("\n") for piece in pieces[1::2]]
-    closed = len(pieces) % 2 == 1
+    blocks = list(_blocks(text))
     if not blocks:
         return text, False
-    named = [index for index, (language, _, _) in enumerate(blocks) if language.strip().lower() in _PYTHON]
-    named = named or list(range(len(blocks)))
-    defining = [index for index in named if entry_point and f"def {entry_point}(" in blocks[index][2]]
-    chosen = (defining or named)[-1]
-    return blocks[chosen][2], closed or chosen < len(blocks) - 1
+    named = [block for block in blocks if _PYTHON.match(block[0])] or blocks
+    defining = [block for block in named if entry_point and f"def {entry_point}(" in block[1]]
+    return (defining or named)[-1][1:]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield the language, the code and whether it is closed for each fenced block, as CommonMark reads them.
+
+    Fences of backticks may also begin and end a block behind other text.
+    """
+    lines = iter(text.splitlines(keepends=True))
+    for line in lines:
+        mark = "~~~" if line.lstrip(_MARGIN).startswith("~~~") else "```"
+        lead, fence, info = line.partition(mark)
+        language = info.lstrip(mark[0])
+        behind = lead.strip(_ITEM)
+        if not fence or "`" in language or (behind and not f"x{language.strip()}".isalnum()):
+            continue  # code in a line, or a text of a program
+        fence += info[: len(info) - len(language)]
+        code: list[str] = []
+        closed = False
+        for inner in lines:
+            rest = inner.rstrip().rstrip(mark[0])
+            alone = not rest.strip(_MARGIN)
+            closed = inner.rstrip().endswith(fence) and (alone or mark == "```")
+            code.append(inner if not closed else "" if alone else rest)
+            if closed:
+                break
+        yield language, _unindented(code, 0 if behind else len(lead)), closed
+
+
+def _unindented(lines: Sequence[str], most: int) -> str:
+    """Return the lines of a block without the margin that its fence has too."""
+    margins = [len(line) - len(line.lstrip(_MARGIN)) for line in lines if line.strip(_MARGIN + "\r\n")]
+    width = min([most, *margins])
+    return "".join(re.sub(rf"^[{_MARGIN}]{{0,{width}}}", "", line) for line in lines)
 
 
 def stored_tests(stored: Any, columns: Mapping[str, Any], column: str = "ground_truth") -> Tests:

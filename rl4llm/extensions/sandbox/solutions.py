@@ -16,7 +16,7 @@ from typing import Any
 
 from rl4llm.core.errors import DataError
 from rl4llm.extensions.sandbox import Limits, Program, Sandbox
-from rl4llm.extensions.sandbox.code_tests import FENCE, code_in, program_of, stored_tests
+from rl4llm.extensions.sandbox.code_tests import code_in, program_of, stored_tests
 from rl4llm.extensions.sandbox.layouts import Tests
 
 COLUMNS = ("canonical_solution", "solution", "solutions", "code")
@@ -103,7 +103,7 @@ def solutions_of(columns: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for source in value if isinstance(value, list | tuple) else [value]:
             if isinstance(source, str) and source.strip() and number < MOST_TRIED:
                 number += 1
-                yield column, code_in(source)[0] if FENCE in source else source
+                yield column, code_in(source)[0]
 
 
 def _programs(tests: Tests, columns: Mapping[str, Any]) -> Tried:
