@@ -303,6 +303,23 @@ ADAPTERS = _of(
      "test_textarena.py::test_an_invalid_move_is_rewarded_with_a_number"),
 )  # fmt: skip
 
+SANDBOX = _of(
+    "extensions/sandbox",
+    "tests/extensions/sandbox",
+    ("outputs_with_a_checker", "layouts.py", "if value and _JUDGED.search(name)", "if False and _JUDGED.search(name)",
+     "test_units.py::test_outputs_that_a_row_does_not_compare_are_refused"),
+    ("patches_of_another_process", "layouts.py", "if used := _SHARED.search(", "if used := _JUDGED.search(",
+     "test_units.py::test_tests_that_need_one_process_are_refused_before"),
+    ("captured_output", "judge.py", '"printed": candidate.printed()', '"printed": ()',
+     "test_units.py::test_what_tests_share_with_a_program_reaches_it"),
+    ("names_of_the_tests", "code_tests.py", "if lacked == names or entry_point in lacked:", "if names:",
+     "test_units.py::test_faults_of_tests_are_not_those_of_programs"),
+    ("class_named_like_a_literal", "_inside_objects.py", "return named and kind not in LITERALS and", "return named and",
+     "test_published.py::test_objects_of_a_program_cannot_pass_its_tests"),
+    ("margin_of_a_fence", "code_tests.py", "0 if behind else len(lead)", "0",
+     "test_code_reward.py::test_the_last_block_of_python_is_the_code"),
+)  # fmt: skip
+
 REWARDS = _of(
     "rewards",
     "tests/rewards",
@@ -407,6 +424,7 @@ MUTANTS = {
         REMOTE,
         RECIPES,
         ADAPTERS,
+        SANDBOX,
         REWARDS,
         COMPOSE,
         TINKER,

@@ -255,7 +255,13 @@ def be_called(channel, job):
     channel.send('{"loaded":true}')
     while True:
         request = channel.receive()
-        channel.send('{"id":%d,%s}' % (request["id"], answer(module, request)))  # noqa: UP031
+        reply = answer(module, request)
+        for file in (sys.stdout, sys.stderr):  # tests may capture what is printed
+            try:
+                file.flush()
+            except BaseException:  # noqa: BLE001 - the model may have put anything in its place
+                continue
+        channel.send('{"id":%d,%s}' % (request["id"], reply))  # noqa: UP031
     return None
 
 
@@ -275,8 +281,12 @@ def answer(module, request):
             reply += f',"args":{encoded(args)},"kwargs":{encoded(kwargs)}'
         return reply
     except BaseException as error:  # noqa: BLE001 - the model's code
-        kinds = ",".join(kind.__name__ for kind in type(error).__mro__)[:MAX_REASON]
-        return f'"error":{quoted(kinds)},"reason":{quoted(reason_of(error))},"where":{quoted(where(error))}'
+        kinds = ",".join(f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__)[:MAX_REASON]
+        told = f'"error":{quoted(kinds)},"reason":{quoted(reason_of(error))},"where":{quoted(where(error))}'
+        try:
+            return f'{told},"values":{encoded(list(error.args))},"made":{encoded(error)}'
+        except BaseException:  # noqa: BLE001 - arguments that are no literals
+            return told
 
 
 def where(error):

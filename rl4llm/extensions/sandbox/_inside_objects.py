@@ -5,6 +5,7 @@ They are kept where the program runs, and something that asks for them stands fo
 # ruff: noqa: F821
 
 import _operator  # `operator` without the time that its import takes
+import _thread
 
 
 def keep_objects(module):
@@ -31,9 +32,33 @@ OPERATIONS = {
     ":call": lambda found, *args, **kwargs: found(*args, **kwargs), ":getattr": getattr, ":setattr": setattr,
     ":isinstance": isinstance, ":bool": bool, ":len": len, ":str": str, ":repr": repr, ":iter": iter,
     ":enter": lambda one: type(one).__enter__(one), ":exit": lambda one: type(one).__exit__(one, None, None, None),
+    ":await": lambda one: awaited(one), ":anext": lambda one: awaited(next_items(one)), ":aiter": aiter,
+    ":aenter": lambda one: awaited(one.__aenter__()), ":aexit": lambda one: awaited(one.__aexit__(None, None, None)),
+    ":set": lambda module, name, *values: getattr(__import__(module, fromlist=[name]), name)(*values),
     **{f":{name.strip('_')}": getattr(_operator, name) for name in OPERATORS.split()},
 }  # fmt: skip
 """What tests do with objects of the program."""
+
+
+LOOPS = []
+
+
+def awaited(one):
+    """Return the result of an awaitable, in the one event loop of the program that calls from outside share."""
+    import asyncio  # noqa: PLC0415 - for few programs
+
+    async def result():
+        return await one
+
+    LOOPS[:] = LOOPS or [asyncio.new_event_loop()]
+    return LOOPS[0].run_until_complete(result())
+
+
+async def next_items(one):
+    """Return the next item of an asynchronous iterator in a list, which is empty at its end."""
+    async for item in one:
+        return [item]
+    return []
 
 
 class CandidateEnded(BaseException):
@@ -44,8 +69,8 @@ class NotALiteral(BaseException):
     """A test passes something that cannot leave its process, which is the test's fault."""
 
 
-# In a test these have another meaning, such as a failed assert or the end of a loop; the last ones take other arguments.
-NEVER_PASSED_ON = (AssertionError, StopIteration, StopAsyncIteration, UnicodeError, ExceptionGroup)
+# In a test that does not catch them these have another meaning, such as a failed assert or the end of a loop.
+NEVER_PASSED_ON = (AssertionError, StopIteration, StopAsyncIteration, ExceptionGroup)
 
 
 class Proxy:
@@ -59,18 +84,24 @@ class Proxy:
         return trusted(ask(self._channel, self._name, args, kwargs), self._name[:1].isupper())
 
     def __getattr__(self, name):
-        if name[:2] == "__":
+        if name[:2] == "__" and name != "__name__":
             raise AttributeError(name)
-        found = ask(self._channel, ":global", (self._name,), {})
-        return getattr(trusted(found, self._name[:1].isupper()), name)
+        return (
+            ask(self._channel, ":getattr", (self, name), {})
+            if name == "__name__"
+            else getattr(self._global(), name)
+        )
+
+    def _global(self):
+        return trusted(ask(self._channel, ":global", (self._name,), {}), self._name[:1].isupper())
 
     def __instancecheck__(self, value):
         return isinstance(value, Remote) and ask(self._channel, ":isinstance", (value, self), {}) is True
 
-    def __eq__(self, other):
-        raise TypeError("a function of the program is compared; only what it returns can be")
+    def __bool__(self):
+        return bool(self._global())
 
-    __bool__ = __len__ = __iter__ = __hash__ = None
+    __hash__ = object.__hash__
 
 
 class Remote:
@@ -120,6 +151,8 @@ class Remote:
         return self._ask(name, *args) is True
 
     def __eq__(self, other):
+        if stays_there(self, type(other)):
+            raise NotALiteral(f"the test compares a {self._name}, which cannot leave the program")
         return isinstance(other, Remote) and (
             self._number == other._number or self._ask(":eq", other) is True
         )
@@ -127,14 +160,52 @@ class Remote:
     def __hash__(self):
         return self._number
 
+    def __reduce_ex__(self, _):
+        raise NotALiteral(f"the test copies a {self._name}, which cannot leave the program")
+
     def __enter__(self):
         return self._ask(":enter")
 
     def __exit__(self, *_):
         self._ask(":exit")
 
+    async def __aenter__(self):
+        return self._ask(":aenter")
 
-LITERALS = (str, bytes, list, dict, set, int, float, complex)
+    async def __aexit__(self, *_):
+        self._ask(":aexit")
+
+    async def __aiter__(self):
+        items = self._ask(":aiter")
+        while item := items._ask(":anext"):
+            yield item[0]
+
+
+class Coroutine(Remote):
+    """A coroutine of the program, which runs there as a whole when the tests await it."""
+
+    def send(self, _):
+        raise StopIteration(self._ask(":await"))
+
+    def throw(self, error, *_):
+        raise error
+
+    def close(self):
+        return
+
+    def __await__(self):
+        return (yield from ()) or self._ask(":await")
+
+
+def stays_there(value, kind):
+    """Return whether a value of the program may be of a class that no message can contain, which only it can tell."""
+    named = isinstance(value, Remote) and not issubclass(kind, Remote) and kind.__name__ == value._name
+    return named and kind not in LITERALS and kind.__name__ not in (*RICH, "ndarray")
+
+
+LITERALS = (
+    str, bytes, bytearray, list, tuple, dict, set, frozenset, int, bool, float, complex, type(None),
+)  # fmt: skip
 COMPARED = ("lt", "le", "gt", "ge")
 COMBINED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 ASKED = ("len", "str", "repr", "iter", "getitem", "setitem", "delitem")
@@ -165,6 +236,12 @@ def add_operators():
             setattr(Remote, f"__{name}__", make(name))
 
 
+def delegate(name, operate):
+    """Give `Proxy` an operator of the value that the program has under its name."""
+    setattr(Proxy, f"__{name}__", lambda self, *args: operate(self._global(), *args))
+    setattr(Proxy, f"__r{name}__", lambda self, other: operate(other, self._global()))
+
+
 def trusted(made, value):
     """Return what the program made; an object of it is trusted if what made it is."""
     if isinstance(made, Remote) and value:
@@ -180,8 +257,12 @@ def ask(channel, name, args, kwargs):
         raise NotALiteral(f"the test calls {name} with what is no literal: {error}") from None
     changes = changes_wanted(sys._getframe(2), args, kwargs)
     channel.asked = True
-    channel.send(f'{{"call":{quoted(name)},"changes":{changes},{content}}}')
-    reply = channel.receive()
+    with LOCK:
+        channel.send(f'{{"call":{quoted(name)},"changes":{changes},{content}}}')
+        reply = channel.receive()
+    for file, text in zip((sys.stdout, sys.stderr), reply.get("printed", ()), strict=False):
+        if file is not sys.__stdout__ and file is not sys.__stderr__:
+            file.write(text)
     if "value" in reply:
         if "args" in reply:
             restore(list(args), decoded(reply["args"]))
@@ -189,9 +270,10 @@ def ask(channel, name, args, kwargs):
         return decoded(reply["value"])
     if "ended" in reply:
         raise CandidateEnded(reply["ended"])
-    raise error_of(reply["error"].split(","))(reply["reason"])
+    raise error_of(reply)
 
 
+LOCK = _thread.allocate_lock()  # tests may call from several threads
 ERRORS = {}  # exceptions of the program that the tests name
 CAUGHT = set()  # names that the tests catch, which are exceptions
 
@@ -203,12 +285,34 @@ def of_program(channel, name):
     return Proxy(channel, name)
 
 
-def error_of(kinds):
-    """Return the exception for one of the program, whose class and base classes have these names."""
-    never = {kind.__name__ for kind in NEVER_PASSED_ON}
-    found = [ERRORS.get(name, getattr(builtins, name, None)) for name in kinds]
-    ordinary = [kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)]
-    return RuntimeError if never & set(kinds) or not ordinary else ordinary[0]
+def error_of(reply):
+    """Return the exception for one of the program: of all its classes that the tests know, else a RuntimeError."""
+    kinds = [kind.rpartition(".") for kind in reply["error"].split(",")]
+    never = {kind.__name__ for kind in NEVER_PASSED_ON} - CAUGHT
+    known = [ERRORS[name] for _, _, name in kinds if name in ERRORS]
+    known += [kind for kind in map(python_error, kinds) if kind is not None][:1]
+    made, values = reply.get("made"), decoded(reply.get("values", []))
+    if made is None or not known or never & {name for _, _, name in kinds}:
+        return RuntimeError(reply["reason"])
+    if len(known) > 1:
+        text = reply["reason"].partition(": ")[2]
+        methods = {
+            "__str__": lambda self: text,
+            "__getattr__": lambda self, name: getattr(decoded(made), name),
+        }
+        known = [type(kinds[0][2], tuple(known), methods)]
+    try:
+        return known[0](*values)
+    except Exception:  # noqa: BLE001 - its class takes others
+        return known[0].__new__(known[0], *values)
+
+
+def python_error(kind):
+    """Return an exception of Python, or one of its modules that the tests catch."""
+    module, _, name = kind
+    found = getattr(builtins, name, None) or (name in CAUGHT and getattr(sys.modules.get(module), name, None))
+    passed = (Exception, SystemExit) if name in CAUGHT else Exception
+    return found if isinstance(found, type) and issubclass(found, passed) and name not in ERRORS else None
 
 
 CHANGEABLE = (list, dict, set, bytearray)

@@ -12,7 +12,7 @@ from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.schema import Fraction, checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.sandbox import Limits, Outcome, Sandbox
-from rl4llm.extensions.sandbox.code_tests import run_reply, stored_tests
+from rl4llm.extensions.sandbox.code_tests import code_in, run_reply, stored_tests, unknown_names
 from rl4llm.extensions.sandbox.solutions import Solutions
 from rl4llm.rewards.pool import RewardFailure
 
@@ -81,8 +81,7 @@ class CodeReward(BaseBatchReward):
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure if the sandbox or the tests did not work."""
         with ThreadPoolExecutor(self.sandbox.slots, thread_name_prefix="rl4llm-code") as threads:
-            asked = [(final_reply(policy_messages(one)), one.ground_truth, one.columns) for one in samples]
-            grades = list(threads.map(lambda each: self._grade(*each), asked))
+            grades = list(threads.map(self._grade, samples))
         for sample, (_, note, tests) in zip(samples, grades, strict=True):
             if note:
                 sample.extras.setdefault("reward_notes", {})[self.name] = note
@@ -117,9 +116,10 @@ class CodeReward(BaseBatchReward):
     def close(self) -> None:
         self.sandbox.close()
 
-    def _grade(self, reply: str, ground_truth: Any, columns: Mapping[str, Any]) -> Grade:
+    def _grade(self, sample: SampleState) -> Grade:
+        reply, columns = final_reply(policy_messages(sample)), sample.columns
         try:
-            tests = stored_tests(ground_truth, columns)
+            tests = stored_tests(sample.ground_truth, columns)
         except DataError as error:
             return RewardFailure(str(error)), None, None
         run = run_reply(self.sandbox, self.limits, reply, tests, columns)
@@ -127,9 +127,17 @@ class CodeReward(BaseBatchReward):
             return 0.0, run.note, None
         if run.outcome.status == "infra_error":
             return RewardFailure(run.outcome.reason), None, _stored(run.outcome)
-        fault = self.solutions.fault(tests, columns) if run.outcome.status != "ok" else ""
-        if fault:
-            return RewardFailure(f"the row cannot be scored: {fault}"), None, _stored(run.outcome)
+        if run.outcome.status != "ok":
+            fault = self.solutions.fault(tests, columns)
+            prompt = " ".join(message.content for message in sample.messages[: sample.init_msg_size])
+            if not fault and (
+                names := unknown_names(
+                    tests, code_in(reply, columns.get("entry_point") or "")[0], columns, prompt
+                )
+            ):
+                fault = f"its tests use {', '.join(names)}, which neither they nor the prompt define"
+            if fault:
+                return RewardFailure(f"the row cannot be scored: {fault}"), None, _stored(run.outcome)
         return self._score(run.outcome, run.fenced), run.note, _stored(run.outcome)
 
     def _score(self, outcome: Outcome, fenced: bool) -> float:

@@ -10,8 +10,9 @@ from typing import Any
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.message import after_thinking
-from rl4llm.extensions.sandbox import Calls, Limits, Outcome, Program, Sandbox, Stdin
+from rl4llm.extensions.sandbox import Asserts, Calls, Limits, Outcome, Program, Sandbox, Stdin, Suite
 from rl4llm.extensions.sandbox.layouts import ACCEPTED, Tests, function_name, read_tests
+from rl4llm.extensions.sandbox.units import expected_names
 
 MAX_CHARS = 100_000
 _MARGIN = " \t>"
@@ -94,6 +95,29 @@ def _unindented(lines: Sequence[str], most: int) -> str:
     margins = [len(line) - len(line.lstrip(_MARGIN)) for line in lines if line.strip(_MARGIN + "\r\n")]
     width = min([most, *margins])
     return "".join(re.sub(rf"^[{_MARGIN}]{{0,{width}}}", "", line) for line in lines)
+
+
+def unknown_names(tests: Tests, code: str, columns: Mapping[str, Any], prompt: str) -> list[str]:
+    """Return the names that tests take from the program, but that it lacks and could not know from its prompt.
+
+    A program without any of their names is at fault itself.
+    """
+    if not isinstance(tests, Asserts | Suite):
+        return []
+    entry_point = function_name(columns.get("entry_point")).rpartition(".")[2]
+    names = expected_names(tests) | {entry_point} - {""}
+    text = f"{_prefix(columns)}\n{code}"
+    lacked = {name for name in names if not re.search(_DEFINES.format(re.escape(name)), text)}
+    if lacked == names or entry_point in lacked:
+        return []
+    told = f"{prompt} {columns.get('prompt')}"
+    return sorted(name for name in lacked if not re.search(rf"\b{name}\b", told))
+
+
+_DEFINES = (
+    r"(?m)^[ \t]*(async +)?(def|class) +{0}\b|^(from|import)\b[^\n]*\b{0}\b"
+    r"|^[\w, ]{{0,200}}\b{0}\b[\w, ]{{0,200}}[:=]"
+)
 
 
 def stored_tests(stored: Any, columns: Mapping[str, Any], column: str = "ground_truth") -> Tests:

@@ -26,6 +26,7 @@ from rl4llm.extensions.sandbox.program import (
     Suite,
     TestResult,
 )
+from rl4llm.extensions.sandbox.units import job_of
 from rl4llm.extensions.sandbox.wire import WireError, agrees, decode, encode, same, same_text
 
 if TYPE_CHECKING:
@@ -239,9 +240,10 @@ def _compared(reply: dict[str, Any], expected: Any, judge: str) -> tuple[Status,
 
 def _code(station: Station, program: Program, tests: Asserts | Suite, limits: Limits) -> Outcome:
     """Run tests that are code in a separate sandbox, and pass their calls on to the program."""
+    job = _job(program, tests)
     cell = station.start(replace(limits, output_bytes=max(limits.output_bytes, TESTS_BYTES)))
     candidate = Candidate(station, program, limits, "calls", cell)  # both sandboxes start at the same time
-    cell.play(*_role(program, tests))
+    cell.play("tests", job)
     results: list[TestResult] = []
     plan: list[str] = []
     last: tuple[str, Any, Any] | None = None  # call of the running test, with its result
@@ -273,6 +275,13 @@ def _code(station: Station, program: Program, tests: Asserts | Suite, limits: Li
     return _outcome(results, candidate.parsed)
 
 
+def _job(program: Program, tests: Asserts | Suite) -> dict[str, Any]:
+    try:
+        return job_of(tests, program.entry_point)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BrokenTests(f"the tests do not run: {type(error).__name__}: {error}") from None
+
+
 def _result(message: Mapping[str, Any], last: tuple[str, Any, Any] | None) -> TestResult:
     """Return the result of a test. It can be trusted, since nothing of the program is in the sandbox of the tests."""
     status, reason, exchange = _KINDS[message["kind"]], message["reason"], _exchange(*last) if last else ""
@@ -283,32 +292,20 @@ def _result(message: Mapping[str, Any], last: tuple[str, Any, Any] | None) -> Te
     return TestResult(message["test"], status, reason, "\n".join(filter(None, shown)))
 
 
-_KINDS: dict[str, Status] = {
-    "passed": "ok",
-    "wrong": "wrong",
-    "ended": "model_error",
-    "broken": "infra_error",
-}
-
-
-def _role(program: Program, tests: Asserts | Suite) -> tuple[str, dict[str, Any]]:
-    if isinstance(tests, Suite):
-        return "suite", {"files": dict(tests.files), "required": list(tests.required)}
-    entry_point = tests.entry_point or program.entry_point
-    return "asserts", {"tests": list(tests.tests), "setup": tests.setup, "entry_point": entry_point}
+_KINDS: dict[str, Status] = {"passed": "ok", "wrong": "wrong", "ended": "model_error"}
 
 
 def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:
     try:
         request = {name: message[name] for name in ("args", "kwargs", "changes")}
         reply = candidate.ask({"fn": message["call"], **request})
+        literals: tuple[str, ...] = ("value", "args", "kwargs") if message["changes"] else ("value",)
+        texts: tuple[str, ...] = ()
         if "value" not in reply:
-            told = {
-                name: str(reply.get(name, ""))[:size] for name, size in (("reason", SHOWN), ("where", 100))
-            }
-            return {"error": str(reply.get("error"))[:SHOWN], **told}
-        asked_for = ("value", "args", "kwargs") if message["changes"] else ("value",)
-        return {name: encode(decode(reply[name])) for name in asked_for if name in reply}
+            literals, texts = ("values", "made"), ("error", "reason", "where")
+        made = {name: encode(decode(reply[name])) for name in literals if name in reply}
+        told = {name: str(reply.get(name, ""))[:SHOWN] for name in texts}
+        return {**made, **told, "printed": candidate.printed()}
     except WireError as error:
         return {"error": "TypeError", "reason": str(error)}
     except Ended as ended:

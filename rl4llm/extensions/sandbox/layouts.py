@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 import base64
-import binascii
-import builtins
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl4llm.extensions.sandbox import Asserts, Call, Calls, Stdin, Suite
+from rl4llm.extensions.sandbox.units import bound_names, statements
 
 Tests = Asserts | Calls | Stdin | Suite
 ACCEPTED = (
@@ -30,9 +30,22 @@ PICKLED = (
 )
 TEST_FILE = "test_solution.py"
 _KINDS = {
-    None: None, "stdin": "stdin", "stdin_stdout": "stdin", "functional": "call", "function_call": "call",
-}  # fmt: skip
-_MAX_BYTES = 1 << 30
+    "stdin": "stdin",
+    "stdin_stdout": "stdin",
+    "functional": "call",
+    "function_call": "call",
+    None: None,
+}
+_JUDGED = re.compile(r"checker|interact|special_judge|(input|output)_mode", re.IGNORECASE)
+_SHARED = re.compile(  # what tests share with a program only in one process; $ is before names of modules
+    r"(?m)\$((unittest\.)?mock\.(patch(?!\('sys\.std(out|err)', )|mock_open)|freezegun|time_machine|builtins\.(open|input)"
+    r"|io\.open|pathlib|tempfile|shutil|sqlite3|subprocess|multiprocessing|socket|http\.server|inspect|sys\.(stdin|argv)"
+    r"|asyncio\.iscoroutinefunction|typing\.get_type_hints|decimal\.\w+context|pytest\.(warns|MonkeyPatch)"
+    r"|os\.(environ|getenv|putenv|chdir|listdir|scandir|walk|stat|mkdir|makedirs|remove|unlink|rmdir|rename|system|popen|fork"
+    r"|path\.(exists|is|getsize))|pytest\.fixture\([^\n]*autouse=|warnings\.catch_warnings\([^\n]*record=)"
+    r"|\.(assert(No)?(Logs|Warns)|__(doc|annotations|code|defaults|wrapped|dict)__)|\b(set|del)attr\(\$"
+    r"|^ *\$(?!sys\.std(out|err)\b)[^\n]*? [-+*/|&]?= "
+)
 
 
 def read_tests(stored: Any, columns: Mapping[str, Any], setup: str, prefix: str) -> Tests:
@@ -41,6 +54,11 @@ def read_tests(stored: Any, columns: Mapping[str, Any], setup: str, prefix: str)
     Raises ValueError, KeyError or TypeError for an unknown layout.
     """
     content = _decoded(stored)
+    for name, value in columns.items():
+        if value and _JUDGED.search(name) and value not in ("stdio", "stdin", "stdout"):
+            raise ValueError(
+                f"the column {name!r} says that outputs are not compared, which this reward does"
+            )
     if isinstance(content, str):
         return _from_code([content], columns, setup, prefix)
     if isinstance(content, Mapping):
@@ -65,34 +83,64 @@ def _decoded(stored: Any) -> Any:
     if text[:1] in ("{", "["):
         return json.loads(text)
     try:
-        packed = base64.b64decode(text, validate=True) if len(text) > 8 else b""
-        unpacked = zlib.decompressobj().decompress(packed, _MAX_BYTES) if packed[:1] == b"x" else b""
-    except (binascii.Error, zlib.error):
+        unpacked = zlib.decompress(base64.b64decode(text, validate=True))
+    except (ValueError, zlib.error):
         return stored
     if unpacked[:1] == b"\x80":
         raise ValueError(PICKLED)
-    return json.loads(unpacked) if unpacked else stored
+    return json.loads(unpacked)
 
 
 def _from_code(texts: Sequence[str], columns: Mapping[str, Any], setup: str, prefix: str) -> Asserts | Suite:
-    trees = [ast.parse(text) for text in texts]
-    nodes = [node for tree in trees for node in tree.body]
+    nodes = [node for text in texts for node in _parsed(text).body]
     if not nodes:
         raise ValueError("no tests")
     ids = [test for node in nodes for test in _test_ids(node)]
     if ids:
         text = "\n".join([*filter(str.strip, [setup]), *texts])
-        missing = sorted(_unbound(ast.parse(text)))
-        given = f"from solution import {', '.join(missing)}\n" if missing else ""
-        return Suite({TEST_FILE: given + text}, tuple(f"{TEST_FILE}::{test}" for test in ids))
+        return Suite({TEST_FILE: text}, tuple(f"{TEST_FILE}::{test}" for test in ids))
     entry_point = function_name(columns.get("entry_point")) or _checked_function(nodes)
     if not entry_point and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes):
         raise ValueError("check(candidate) is never called, and the row has no entry_point")
-    leaves = [leaf for node in nodes for leaf in ast.walk(node)]
-    named = any(isinstance(leaf, ast.Attribute) and leaf.attr.startswith("assert") for leaf in leaves)
-    if "assert" not in setup and not named and not any(isinstance(leaf, ast.Assert) for leaf in leaves):
+    tests = Asserts(tuple(texts), entry_point, "\n".join([setup, prefix]))
+    if not any(source for _, _, source in statements(tests)):
         raise ValueError("there is no assert in them")
-    return Asserts(tuple(texts), entry_point, "\n".join([setup, prefix]))
+    return tests
+
+
+class _Full(ast.NodeTransformer):
+    """Writes the names of modules in full, and empties texts, so that `_SHARED` finds what tests use."""
+
+    def __init__(self, tree: ast.Module):
+        bound = bound_names(list(ast.walk(tree)))
+        self.modules = {name: f"builtins.{name}" for name in ("open", "input") if name not in bound}
+
+    def visit_Import(self, node: ast.Import) -> ast.Pass:
+        for alias in node.names:
+            name = alias.name if alias.asname else alias.name.partition(".")[0]
+            self.modules[alias.asname or name] = name
+        return ast.Pass()
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.Pass:
+        self.modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        return ast.Pass()
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(f"${self.modules[node.id]}" if node.id in self.modules else node.id)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        emptied = isinstance(node.value, str) and not node.value.startswith("sys.std")
+        return ast.Constant("") if emptied else node
+
+
+def _parsed(text: str) -> ast.Module:
+    """Parse tests. Raises ValueError for what works only if the program runs in their process."""
+    if used := _SHARED.search(ast.unparse(_Full(ast.parse(text)).visit(ast.parse(text)))):
+        name = used[0].strip(" .$")
+        raise ValueError(
+            f"they use {name!r}, which does not reach the program, since it runs in another process"
+        )
+    return ast.parse(text)
 
 
 def _checked_function(nodes: Sequence[ast.stmt]) -> str:
@@ -106,7 +154,7 @@ def _checked_function(nodes: Sequence[ast.stmt]) -> str:
 
 def _test_ids(node: ast.stmt) -> list[str]:
     """Return the tests in a statement as pytest collects them: functions ``test_...`` and those of classes."""
-    if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
         return [node.name]
     if not isinstance(node, ast.ClassDef):
         return []
@@ -114,24 +162,6 @@ def _test_ids(node: ast.stmt) -> list[str]:
     if not (cases or node.name.startswith("Test")):
         return []
     return [f"{node.name}::{test}" for part in node.body for test in _test_ids(part) if "::" not in test]
-
-
-def _unbound(tree: ast.Module) -> set[str]:
-    """Return names that a test file uses and binds nowhere: what it expects from the program."""
-    used: set[str] = set()
-    bound = {*dir(builtins), "__name__", "__file__"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-        elif isinstance(node, ast.alias):
-            bound.add(node.asname or node.name.partition(".")[0])
-    return set() if "*" in bound else used - bound
 
 
 def _from_mapping(tests: Mapping[str, Any], columns: Mapping[str, Any]) -> Calls | Stdin | Suite:
@@ -142,17 +172,17 @@ def _from_mapping(tests: Mapping[str, Any], columns: Mapping[str, Any]) -> Calls
         if str(cases.get("language", "python")).lower() not in ("python", "python3"):
             raise ValueError(f"language={cases['language']!r} is not accepted. Accepted: python")
         return _from_cases(cases["test_cases"], columns)
-    if "input" in tests:
+    if "inputs" not in tests:
         return _from_cases([tests], columns)
     given = _known(tests, ("inputs", "outputs", "fn_name", "type"))
-    pairs = list(zip(given["inputs"], given["outputs"], strict=True))
-    kind = _kind(given.get("type"))
-    name = given.get("fn_name") or (_function_in(columns) if kind == "call" else "")
-    return _of_kind(kind, name, pairs)
+    pairs = zip(given.pop("inputs"), given.pop("outputs"), strict=True)
+    return _from_cases([{"input": one, "output": other, **given} for one, other in pairs], columns)
 
 
 def _suite(tests: Mapping[str, Any]) -> Suite:
     files = {str(name): str(text) for name, text in tests["files"].items()}
+    for text in files.values():
+        _parsed(text)
     required = tuple(map(str, tests["required"]))
     unknown = [name for name in required if name.partition("::")[0] not in files or "::" not in name]
     if unknown or not required:
@@ -173,33 +203,23 @@ def _from_cases(cases: Sequence[Any], columns: Mapping[str, Any]) -> Calls | Std
             )
         )
     known = [_known(case, ("input", "output", "testtype", "type", "fn_name", "metadata")) for case in cases]
-    kinds = {_kind(case.get("testtype", case.get("type"))) for case in known}
+    kinds = {case.get("testtype", case.get("type")) for case in known}
     names = {case.get("fn_name") or _function_in(case) or "" for case in known}
     if len(kinds) > 1 or len(names) > 1:
         raise ValueError(
             f"tests of one row differ: kinds {sorted(map(str, kinds))}, functions {sorted(names)}"
         )
     kind, name = kinds.pop(), names.pop()
-    pairs = [(case["input"], case["output"]) for case in known]
-    if kind != "stdin":
+    if kind not in _KINDS:
+        raise ValueError(f"type {kind!r} of a test is unknown. Accepted: {', '.join(filter(None, _KINDS))}")
+    if _KINDS[kind] != "stdin":
         name = name or _function_in(columns)
-    return _of_kind(kind, name, pairs)
-
-
-def _of_kind(kind: str | None, name: str, pairs: Sequence[tuple[Any, Any]]) -> Calls | Stdin:
-    if kind == "call" and not name:
+    if (_KINDS[kind] or bool(name)) == ("stdin" if name else "call"):
         raise ValueError(
-            "the tests call a function without its name: 'fn_name', or 'func_name' in the column metadata"
+            f"type {kind!r} and the function {name!r} do not fit: 'fn_name', or 'func_name' in metadata"
         )
-    if kind == "stdin" and name:
-        raise ValueError(f"fn_name={name!r} has no meaning in tests that read and print")
-    return _calls(name, pairs) if name else _stdin(pairs)
-
-
-def _kind(said: Any) -> str | None:
-    if said not in _KINDS:
-        raise ValueError(f"type {said!r} of a test is unknown. Accepted: {', '.join(filter(None, _KINDS))}")
-    return _KINDS[said]
+    pairs = [(case["input"], case["output"]) for case in known]
+    return _calls(name, pairs) if name else Stdin(tuple((_text(one), _text(other)) for one, other in pairs))
 
 
 def _known(tests: Mapping[str, Any], accepted: Sequence[str]) -> dict[str, Any]:
@@ -227,8 +247,6 @@ def _function_in(row: Mapping[str, Any]) -> str:
 def _calls(name: str, pairs: Sequence[tuple[Any, Any]]) -> Calls:
     """Make calls of inputs and outputs: lists of arguments, or a text with one argument per line, as JSON."""
     cases = [_call(function_name(name), given, expected) for given, expected in pairs]
-    if not cases:
-        raise ValueError("no tests")
     wrapped = all(
         isinstance(given, Sequence)
         and not isinstance(given, str)
@@ -257,12 +275,6 @@ def _numbered(argument: Mapping[str, Any]) -> dict[Any, Any]:
         return {int(key): value for key, value in argument.items()}
     except ValueError:
         return dict(argument)
-
-
-def _stdin(pairs: Sequence[tuple[Any, Any]]) -> Stdin:
-    if not pairs:
-        raise ValueError("no tests")
-    return Stdin(tuple((_text(given), _text(expected)) for given, expected in pairs))
 
 
 def _text(value: Any) -> str:

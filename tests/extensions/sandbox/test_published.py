@@ -83,11 +83,11 @@ def test_wrong_whole_numbers_and_wrapped_lists_are_wrong(sandbox):
         ([{"input": "1", "output": "2", "points": 5}], {}, "the key 'points' of a test is unknown"),
         ([{"fn": "f", "args": [1], "expected": 1, "weight": 2}], {}, "the key 'weight'"),
         ([{"input": "1", "output": "2", "testtype": "interactive"}], {}, "type 'interactive' of a test is unknown"),
-        ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "without its name: 'fn_name', or 'func_name'"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "do not fit: 'fn_name', or 'func_name'"),
         ([{"input": "x", "output": "2", "testtype": "functional"}], {"metadata": {"func_name": "f"}}, "JSONDecodeError"),
         ([*STDIN, *ADD], {"metadata": {"func_name": "f"}}, "tests of one row differ"),
-        ({"type": "function_call", "inputs": [[1]], "outputs": [1]}, {}, "without its name: 'fn_name'"),
-        ({"type": "stdin", "fn_name": "f", "inputs": ["1"], "outputs": ["1"]}, {}, "has no meaning"),
+        ({"type": "function_call", "inputs": [[1]], "outputs": [1]}, {}, "the function '' do not fit"),
+        ({"type": "stdin", "fn_name": "f", "inputs": ["1"], "outputs": ["1"]}, {}, "type 'stdin' and the function 'f'"),
         ({"language": "cpp", "test_cases": STDIN}, {}, "language='cpp' is not accepted. Accepted: python"),
         (PICKLED, {}, "a pickle, which is never loaded.*store JSON instead"),
         ("def check(candidate):\n    assert candidate(1)", {}, "never called, and the row has no entry_point"),
@@ -132,7 +132,6 @@ def test_layouts_are_read_by_what_the_row_says():
     )
     assert type(suite) is Suite
     assert suite.required == ("test_solution.py::test_a", "test_solution.py::TestB::test_c")
-    assert suite.files["test_solution.py"].startswith("from solution import f, g\n")
 
 
 CHEATS = {
@@ -150,6 +149,8 @@ CHEATS = {
     "    def __eq__(s, o): return True",
     "empties-the-tests": "def f(x):\n    if isinstance(x, list): x.clear(); return []",
     "raises-import-error": "def f(x): raise ModuleNotFoundError(\"No module named 'numpy'\")",
+    "is-awaited": "async def f(x): return True",
+    "is-named-like-a-literal": "class int:\n    def __eq__(s, o): return True\ndef f(x): return int()",
     "forges-a-handle": "import os, sys\ndef f(x):\n"
     '    os.write(int(sys.argv[2]), b\'{"id":0,"value":{"object":[0,"int"]}}\\n\')\n'
     "    return object()",

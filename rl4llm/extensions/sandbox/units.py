@@ -1,0 +1,194 @@
+"""What the process of tests that are code runs, statement by statement or function by function."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rl4llm.extensions.sandbox.program import Asserts, Suite
+
+LIBRARY = {
+    "math", "cmath", "re", "collections", "itertools", "functools", "string", "random", "copy", "heapq", "bisect",
+    "datetime", "operator", "sys", "os", "json", "statistics", "decimal", "fractions", "numbers", "typing",
+}  # fmt: skip
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_RETURNS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Nonlocal)
+
+
+def job_of(tests: Asserts | Suite, entry_point: str) -> dict[str, Any]:
+    """Return the job of a process of tests. Raises SyntaxError or ValueError for tests that cannot run.
+
+    Each of its `units` has a name, whether it is a test, its file, the function in it (none for the whole file), and its
+    source.
+    """
+    setup, names = "", []
+    if isinstance(tests, Suite):
+        files = dict(tests.files)
+        units: list[Any] = [(test, True, *test.split("::", 1), "") for test in tests.required]
+    else:
+        setup, entry_point = tests.setup, tests.entry_point or entry_point or _builtin_meant(tests)
+        checks = [
+            node
+            for node in _leaves(tests.tests)
+            if isinstance(node, ast.FunctionDef) and node.name == "check"
+        ]
+        names = [entry_point, *(node.args.args[0].arg for node in checks)] if entry_point else []
+        pieces = list(statements(tests))
+        files = {f"tests {number}": text for number, (_, text, _) in enumerate(pieces)}
+        units = [
+            (name, bool(source), file, "", source)
+            for file, (name, _, source) in zip(files, pieces, strict=True)
+        ]
+    trees = {file: ast.parse(text) for file, text in files.items()}
+    leaves = [leaf for tree in trees.values() for leaf in ast.walk(tree)]
+    dropped = [
+        (file, leaf.lineno)
+        for file, tree in trees.items()
+        for leaf in ast.walk(tree)
+        if isinstance(leaf, ast.Expr) and isinstance(leaf.value, ast.Call)
+    ]
+    return {
+        "files": files, "units": units, "setup": setup, "names": names, "entry_point": entry_point, "dropped": dropped,
+        "caught": sorted(set(_caught(leaves))), "libraries": sorted(libraries(leaves)),
+    }  # fmt: skip
+
+
+def statements(tests: Asserts) -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the code and the source of each statement, in order; a step before a test has no source.
+
+    Those of the function `check` are statements of the tests, so that each of its asserts counts.
+    """
+    trees = [ast.parse(text) for text in tests.tests]
+    asserting = _asserting(_leaves([tests.setup, *tests.tests]))
+    number = 0
+    for text, tree in zip(tests.tests, trees, strict=True):
+        lines = text.splitlines()
+        for part in _parts(tree):
+            inner = [] if isinstance(part, _DEFINITIONS) else list(ast.walk(part))
+            # HumanEval contains `assert True`, which tests nothing
+            is_test = any(isinstance(leaf, ast.Name) for leaf in inner) and _fails(inner, asserting)
+            number += is_test
+            source = "\n".join(lines[part.lineno - 1 : part.end_lineno]).strip() or "assert"
+            name = f"assert {number}" if is_test else f"line {part.lineno}"
+            yield name, ast.unparse(part), source if is_test else ""
+
+
+def bound_names(leaves: Sequence[ast.AST]) -> set[str]:
+    """Return the names that code binds, "*" for those of a whole module that is not the program."""
+    bound: set[str] = set()
+    for node in leaves:
+        match node:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+                bound.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.ExceptHandler(name=str(name)):
+                bound.add(name)
+            case ast.ImportFrom(module="solution", names=[ast.alias(name="*")]):
+                continue
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                bound |= {alias.asname or alias.name.partition(".")[0] for alias in names}
+    return bound
+
+
+def expected_names(tests: Asserts | Suite) -> set[str]:
+    """Return the names that tests take from the program: those that they import from it, and bind nowhere."""
+    leaves = _leaves([tests.setup, *tests.tests] if isinstance(tests, Asserts) else tests.files.values())
+    imports = [node for node in leaves if isinstance(node, ast.ImportFrom) and node.module == "solution"]
+    named = {alias.name for node in imports for alias in node.names} - {"*"}
+    bound = {*bound_names(leaves), *dir(builtins), "__name__", "__file__"}
+    used = set() if "*" in bound else {node.id for node in leaves if isinstance(node, ast.Name)}
+    return named | (used - bound - libraries(leaves))
+
+
+def libraries(leaves: Sequence[ast.AST]) -> set[str]:
+    """Return the modules that tests use without importing them."""
+    bases = {
+        node.value.id
+        for node in leaves
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    return LIBRARY & bases - bound_names(leaves)
+
+
+def _leaves(texts: Iterable[str]) -> list[ast.AST]:
+    """Return all nodes of code; a prompt that ends in a bare signature has none."""
+    leaves: list[ast.AST] = []
+    for text in texts:
+        with contextlib.suppress(SyntaxError):
+            leaves += ast.walk(ast.parse(text))
+    return leaves
+
+
+def _parts(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the statements of tests, and in place of the function `check` its own."""
+    checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    for node in tree.body:
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Name(id="check"))) if checks:
+                continue
+            case ast.FunctionDef(name="check") if any(isinstance(leaf, _RETURNS) for leaf in ast.walk(node)):
+                yield node
+                yield from ast.parse(f"assert check({node.args.args[0].arg}) is not False").body
+            case ast.FunctionDef(name="check"):
+                yield from node.body
+            case _:
+                yield node
+
+
+def _fails(leaves: Sequence[ast.AST], asserting: set[str]) -> bool:
+    """Return whether code can fail as a test: it has an assert, or calls a function that contains one."""
+    for leaf in leaves:
+        match leaf:
+            case ast.Assert():
+                return True
+            case ast.Call(func=ast.Name(id=name)) if name in asserting:
+                return True
+            case ast.Call(func=ast.Attribute(attr=name)) if name.startswith("assert"):
+                return True
+    return False
+
+
+def _asserting(leaves: Sequence[ast.AST]) -> set[str]:
+    """Return the names of the tests' own functions that contain an assert, or call one that does."""
+    definitions = [(leaf.name, list(ast.walk(leaf))) for leaf in leaves if isinstance(leaf, ast.FunctionDef)]
+    found: set[str] = set()
+    while more := {name for name, inner in definitions if name not in found and _fails(inner, found)}:
+        found |= more
+    return found
+
+
+def _builtin_meant(tests: Asserts) -> str:
+    """Return the program's function if it is named like a builtin, such as `sum` in MBPP, and "" otherwise.
+
+    Raises ValueError if that is unclear.
+    """
+    leaves = _leaves([tests.setup, *tests.tests])
+    if expected_names(tests) or "*" in bound_names(leaves):
+        return ""
+    called = {
+        leaf.func.id for leaf in leaves if isinstance(leaf, ast.Call) and isinstance(leaf.func, ast.Name)
+    }
+    if len(called) != 1:
+        raise ValueError(
+            f"the tests call no function of the program but {sorted(called)}; name it as entry_point"
+        )
+    return called.pop()
+
+
+def _caught(leaves: Sequence[ast.AST]) -> Iterator[str]:
+    """Yield the names of exceptions that tests expect."""
+    for leaf in leaves:
+        match leaf:
+            case (
+                ast.ExceptHandler(type=ast.expr() as caught)
+                | ast.Call(
+                    func=ast.Attribute(attr="raises" | "assertRaises" | "assertRaisesRegex"),
+                    args=[caught, *_],
+                )
+            ):
+                for item in ast.walk(caught):
+                    yield from filter(None, [getattr(item, "id", None), getattr(item, "attr", None)])
