@@ -93,8 +93,6 @@ def _of_library(value, depth):
         return kind, quoted(value.isoformat() if hasattr(value, "isoformat") else str(value))
     if type(value).__module__ == "numpy":
         return "ndarray", f"[{quoted(value.dtype.str)},{encoded(value.tolist(), depth)}]"
-    if hasattr(type(value), "__next__"):
-        return "iterator", "[" + ",".join([encoded(item, depth) for item in value]) + "]"
     if HANDLES:
         return "object", HANDLES["sent"](value)
     raise TypeError(f"a {type(value).__name__} is not a literal")
@@ -125,7 +123,7 @@ def decoded(value):
     return _library_value(kind, content)
 
 
-SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
+SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def _library_value(kind, content):

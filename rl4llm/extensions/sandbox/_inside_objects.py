@@ -34,7 +34,8 @@ OPERATIONS = {
     ":enter": lambda one: type(one).__enter__(one), ":exit": lambda one: type(one).__exit__(one, None, None, None),
     ":await": lambda one: awaited(one), ":anext": lambda one: awaited(next_items(one)), ":aiter": aiter,
     ":aenter": lambda one: awaited(one.__aenter__()), ":aexit": lambda one: awaited(one.__aexit__(None, None, None)),
-    ":set": lambda module, name, *values: getattr(__import__(module, fromlist=[name]), name)(*values),
+    ":next": lambda one, most: [item for _, item in zip(range(most), one, strict=False)],
+    ":set": lambda module, name, *args, **named: getattr(__import__(module, fromlist=[name]), name)(*args, **named),
     **{f":{name.strip('_')}": getattr(_operator, name) for name in OPERATORS.split()},
 }  # fmt: skip
 """What tests do with objects of the program."""
@@ -98,6 +99,9 @@ class Proxy:
     def __instancecheck__(self, value):
         return isinstance(value, Remote) and ask(self._channel, ":isinstance", (value, self), {}) is True
 
+    def __mro_entries__(self, _):
+        raise NotALiteral(f"the test inherits from {self._name}, which is in another process")
+
     def __bool__(self):
         return bool(self._global())
 
@@ -112,10 +116,17 @@ class Remote:
     """
 
     def __init__(self, channel, number, name):
-        for key, value in (("channel", channel), ("number", number), ("name", name)):
+        state = {
+            "channel": channel,
+            "number": number,
+            "name": name,
+            "trusted": False,
+            "doubted": False,
+            "ahead": [],
+            "most": 1,
+        }
+        for key, value in state.items():
             object.__setattr__(self, f"_{key}", value)
-        for key in ("_trusted", "_doubted"):
-            object.__setattr__(self, key, False)
 
     def _ask(self, name, *args):
         return trusted(ask(self._channel, name, (self, *args), {}), self._trusted)
@@ -163,6 +174,17 @@ class Remote:
     def __reduce_ex__(self, _):
         raise NotALiteral(f"the test copies a {self._name}, which cannot leave the program")
 
+    def __next__(self):
+        if not self._ahead:
+            self._ahead.extend(self._ask(":next", self._most))
+            most = (
+                2 * self._most if self._name in PLAIN_ITERATORS else 1
+            )  # others have a state that tests may read
+            object.__setattr__(self, "_most", min(most, MOST_ITEMS))
+        if not self._ahead:
+            raise StopIteration
+        return self._ahead.pop(0)
+
     def __enter__(self):
         return self._ask(":enter")
 
@@ -184,8 +206,11 @@ class Remote:
 class Coroutine(Remote):
     """A coroutine of the program, which runs there as a whole when the tests await it."""
 
-    def send(self, _):
+    def __next__(self):
         raise StopIteration(self._ask(":await"))
+
+    def send(self, _):
+        return next(self)
 
     def throw(self, error, *_):
         raise error
@@ -203,6 +228,8 @@ def stays_there(value, kind):
     return named and kind not in LITERALS and kind.__name__ not in (*RICH, "ndarray")
 
 
+PLAIN_ITERATORS = ("generator", "map", "filter", "zip", "enumerate", "list_iterator", "islice", "chain")
+MOST_ITEMS = 1000  # that are asked for at once
 LITERALS = (
     str, bytes, bytearray, list, tuple, dict, set, frozenset, int, bool, float, complex, type(None),
 )  # fmt: skip

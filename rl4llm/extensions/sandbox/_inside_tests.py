@@ -62,10 +62,10 @@ def share(channel, module, name):
     """Let what the tests set in a module be set for the program too."""
     here = getattr(module, name)
 
-    def both(*values):
-        here(*values)
+    def both(*values, **named):
+        here(*values, **named)
         try:
-            ask(channel, ":set", (module.__name__, name, *values), {})
+            ask(channel, ":set", (module.__name__, name, *values), named)
         except CandidateEnded:  # the next call says so
             return
 

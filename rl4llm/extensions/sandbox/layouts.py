@@ -40,10 +40,10 @@ _JUDGED = re.compile(r"checker|interact|special_judge|(input|output)_mode", re.I
 _SHARED = re.compile(  # what tests share with a program only in one process; $ is before names of modules
     r"(?m)\$((unittest\.)?mock\.(patch(?!\('sys\.std(out|err)', )|mock_open)|freezegun|time_machine|builtins\.(open|input)"
     r"|io\.open|pathlib|tempfile|shutil|sqlite3|subprocess|multiprocessing|socket|http\.server|inspect|sys\.(stdin|argv)"
-    r"|asyncio\.iscoroutinefunction|typing\.get_type_hints|decimal\.\w+context|pytest\.(warns|MonkeyPatch)"
+    r"|asyncio\.iscoroutinefunction|typing\.get_type_hints|decimal\.\w+context|pytest\.(warns|MonkeyPatch)|logging\.getLogger"
     r"|os\.(environ|getenv|putenv|chdir|listdir|scandir|walk|stat|mkdir|makedirs|remove|unlink|rmdir|rename|system|popen|fork"
     r"|path\.(exists|is|getsize))|pytest\.fixture\([^\n]*autouse=|warnings\.catch_warnings\([^\n]*record=)"
-    r"|\.(assert(No)?(Logs|Warns)|__(doc|annotations|code|defaults|wrapped|dict)__)|\b(set|del)attr\(\$"
+    r"|\.(assert(No)?(Logs|Warns)|__(doc|annotations|code|defaults|wrapped|dict|cause|context)__)|\bissubclass\(|\b(set|del)attr\(\$"
     r"|^ *\$(?!sys\.std(out|err)\b)[^\n]*? [-+*/|&]?= "
 )
 

@@ -58,9 +58,9 @@ class Asserts:
     define are the program's functions. Without such a name, the only builtin that the tests call is the program's
     function.
 
-    The tests and the program run in two processes, which exchange values of literals, decimals, fractions and dates. An
-    iterator passes with all that it yields. A function's changes to its arguments reach the tests if it returns None or
-    the test drops what it returns.
+    The tests and the program run in two processes, which exchange values of literals, decimals, fractions and dates.
+    Iterators are read as far as the tests read them. A function's changes to its arguments reach the tests if it returns
+    None or the test drops what it returns.
     """
 
     tests: tuple[str, ...]

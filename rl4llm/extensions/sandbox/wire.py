@@ -30,13 +30,6 @@ class WireError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Iterator:
-    """The values of a generator, `map` or `zip`: it does not equal a list, but tests may convert it to one."""
-
-    items: list[Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Handle:
     """An object of the program that stays in its sandbox, as the number and the class that tests know it by."""
 
@@ -85,8 +78,6 @@ def encode(value: Any) -> Any:
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if kind in (bytes, bytearray):
         return {kind.__name__: value.decode("latin-1")}
-    if kind is Iterator:
-        return {"iterator": [encode(item) for item in value.items]}
     return _encoded_object(kind, value)
 
 
@@ -230,7 +221,6 @@ _MAKERS = {
     "dict": _pairs,
     "bytes": lambda content: content.encode("latin-1"),
     "bytearray": lambda content: bytearray(content, "latin-1"),
-    "iterator": lambda content: Iterator(decode(list(content))),
     "complex": lambda content: complex(float(content[0]), float(content[1])),
     "object": lambda content: _handle(*content),
     "ndarray": lambda content: _array(*content),

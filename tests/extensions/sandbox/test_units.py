@@ -84,6 +84,13 @@ WORK = {  # tests, with a right and a wrong program
     "threads": ("from concurrent.futures import ThreadPoolExecutor\ndef test_a():\n"
         "    with ThreadPoolExecutor(8) as e: assert list(e.map(f, range(50))) == list(range(1, 51))",
         "def f(x): return x + 1", "def f(x): return x"),
+    "endless": ("import itertools\nassert list(itertools.islice(f(), 2000))[9] == 34\nfor n in f():\n    if n > 5: break\n"
+        "assert n == 8", "def f():\n    a, b = 0, 1\n    while True:\n        yield a\n        a, b = b, a + b",
+        "def f():\n    while True: yield 8"),
+    "iterators with a state": ("c = Down(3)\nassert next(c) == 3 and c.left == 2 and list(c) == [2, 1]",
+        "class Down:\n    left = 3\n    def __init__(s, n): ...\n    def __iter__(s): return s\n    def __next__(s):\n"
+        "        if not s.left: raise StopIteration\n        s.left -= 1\n        return s.left + 1",
+        "class Down:\n    def __init__(s, n): s.left = n"),
     "prepared": ("def setup_module():\n    global data\n    data = [2]\nclass TestA:\n    def setup_method(self, method):\n"
         "        self.x = 2\n    @classmethod\n    def setup_class(cls): cls.y = 1\n"
         "    def test_a(self): assert f(self.x) == self.y == f(data[0])", "def f(x): return x - 1", "def f(x): return 3"),
@@ -172,6 +179,7 @@ SUITE = {
          "from collections import deque\ndef f(x): return deque([x])", True),
         ("import copy\na = A()\nassert copy.deepcopy(a) == a", {}, "class A: ...", True),
         ("assert f(1) == 1\nimport sqlite4", {}, "def f(x): return 2", True),
+        ("assert A().x == 1\nclass B(A): ...\nassert B().x == 1", {}, "class A: x = 1", True),
         ("assert f(1) == 1", {}, "class int: ...\ndef f(x): return int()", False),
         ("assert isinstance(f(1), list)", {}, "class list: ...\ndef f(x): return list()", False),
     ],
