@@ -8,10 +8,8 @@ from _sitebuiltins import Quitter
 def at_fault(channel, error):
     """Return whether a failure is the tests' own: before they called the program, or a module or file that is missing."""
     missing, step = isinstance(error, ImportError | OSError | EOFError), error.__traceback__
-    while step is not None:
-        missing &= (
-            step.tb_frame.f_code is not ask.__code__
-        )  # the program raised it, or returned what needs the module
+    while step is not None:  # the program raised it, or returned what needs the module
+        missing &= step.tb_frame.f_code is not ask.__code__
         step = step.tb_next
     return missing or isinstance(error, NotALiteral) or not channel.asked
 
@@ -136,11 +134,11 @@ def run_unit(channel, job, modules, file, path):
 
 
 def report(channel, name, error, source=""):
-    """Send the result of a test; `kind` says whose fault a failure is."""
-    kind = "passed" if error is None else "ended" if isinstance(error, CandidateEnded) else "wrong"
+    """Send the result of a test; its status says whose fault a failure is."""
+    status = "ok" if error is None else "model_error" if isinstance(error, CandidateEnded) else "wrong"
     reason = "" if error is None else reason_of(error)
-    source = quoted((source or "")[:MAX_REASON])
-    channel.send(f'{{"test":{quoted(name)},"kind":"{kind}","reason":{quoted(reason)},"source":{source}}}')
+    texts = f'"status":"{status}","reason":{quoted(reason)},"source":{quoted(source[:MAX_REASON])}'
+    channel.send(f'{{"test":{quoted(name)},{texts}}}')
 
 
 def missing(name):

@@ -284,15 +284,12 @@ def _job(program: Program, tests: Asserts | Suite) -> dict[str, Any]:
 
 def _result(message: Mapping[str, Any], last: tuple[str, Any, Any] | None) -> TestResult:
     """Return the result of a test. It can be trusted, since nothing of the program is in the sandbox of the tests."""
-    status, reason, exchange = _KINDS[message["kind"]], message["reason"], _exchange(*last) if last else ""
+    status, reason, exchange = message["status"], message["reason"], _exchange(*last) if last else ""
     if status == "ok":
         return TestResult(message["test"], status)
     told = exchange and (reason == "AssertionError: " or reason.partition(": ")[2] in exchange)
     shown = (_brief(message.get("source", "")), exchange, "" if told else _brief(reason))
     return TestResult(message["test"], status, reason, "\n".join(filter(None, shown)))
-
-
-_KINDS: dict[str, Status] = {"passed": "ok", "wrong": "wrong", "ended": "model_error"}
 
 
 def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:

@@ -78,35 +78,13 @@ def _distribution(name: str, asked: str) -> metadata.Distribution:
 
 
 def _top_level(name: str) -> list[Path]:
-    """Return the files and directories of an installed package directly below its site directory.
-
-    Raises ConfigError for one without files there, and for a directory that packages share.
-    """
+    """Return the files and directories of an installed package directly below its site directory."""
     distribution = _distribution(name, name)
-    files = [file for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")]
-    names = {
-        file.parts[0] for file in files if not file.parts[0].endswith((".dist-info", ".egg-info", ".pth"))
-    }
-    shared = [
-        top
-        for top in names
-        if len(Path(top).suffix) == 0
-        and any(len(file.parts) > 1 and file.parts[0] == top and file.suffix == ".py" for file in files)
-        and not any(file.parts == (top, "__init__.py") for file in files)
-    ]
-    if not names or shared:
-        problem = (
-            f"shares the directory {shared[0]!r} with others"
-            if shared
-            else "has no files there (an editable install?)"
-        )
-        raise ConfigError(
-            f"sandbox.packages: the package {name!r} {problem}, so that it cannot be shown to programs alone. Next: name a "
-            "directory that holds a copy."
-        )
-    return [Path(str(distribution.locate_file(top))).resolve() for top in sorted(names)]
+    tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
+    kept = [top for top in sorted(tops) if not top.endswith((".dist-info", ".egg-info", ".pth"))]
+    return [Path(str(distribution.locate_file(top))).resolve() for top in kept]
 
 
 def _modules(name: str) -> list[str]:
     found = [path.name.removesuffix(".py") for path in _top_level(name) if path.suffix in ("", ".py")]
-    return [module for module in found if module == name.lower().replace("-", "_")] or found
+    return [module for module in found if module == name.lower().replace("-", "_")] or found or [name]

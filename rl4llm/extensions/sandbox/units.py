@@ -30,26 +30,17 @@ def job_of(tests: Asserts | Suite, entry_point: str) -> dict[str, Any]:
         units: list[Any] = [(test, True, *test.split("::", 1), "") for test in tests.required]
     else:
         setup, entry_point = tests.setup, tests.entry_point or entry_point or _builtin_meant(tests)
-        checks = [
-            node
-            for node in _leaves(tests.tests)
-            if isinstance(node, ast.FunctionDef) and node.name == "check"
-        ]
+        checks = [node for text in tests.tests for node in _checks(ast.parse(text))]
         names = [entry_point, *(node.args.args[0].arg for node in checks)] if entry_point else []
         pieces = list(statements(tests))
-        files = {f"tests {number}": text for number, (_, text, _) in enumerate(pieces)}
-        units = [
-            (name, bool(source), file, "", source)
-            for file, (name, _, source) in zip(files, pieces, strict=True)
-        ]
+        files = {f"tests {i}": text for i, (_, text, _) in enumerate(pieces)}
+        units = [(name, bool(source), f"tests {i}", "", source) for i, (name, _, source) in enumerate(pieces)]
     trees = {file: ast.parse(text) for file, text in files.items()}
     leaves = [leaf for tree in trees.values() for leaf in ast.walk(tree)]
-    dropped = [
-        (file, leaf.lineno)
-        for file, tree in trees.items()
-        for leaf in ast.walk(tree)
-        if isinstance(leaf, ast.Expr) and isinstance(leaf.value, ast.Call)
+    calls = [
+        (file, leaf) for file, tree in trees.items() for leaf in ast.walk(tree) if isinstance(leaf, ast.Expr)
     ]
+    dropped = [(file, leaf.lineno) for file, leaf in calls if isinstance(leaf.value, ast.Call)]
     return {
         "files": files, "units": units, "setup": setup, "names": names, "entry_point": entry_point, "dropped": dropped,
         "caught": sorted(set(_caught(leaves))), "libraries": sorted(libraries(leaves)),
@@ -106,12 +97,9 @@ def expected_names(tests: Asserts | Suite) -> set[str]:
 
 def libraries(leaves: Sequence[ast.AST]) -> set[str]:
     """Return the modules that tests use without importing them."""
-    bases = {
-        node.value.id
-        for node in leaves
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
-    return LIBRARY & bases - bound_names(leaves)
+    bases = [leaf.value for leaf in leaves if isinstance(leaf, ast.Attribute)]
+    named = {base.id for base in bases if isinstance(base, ast.Name)}
+    return LIBRARY & named - bound_names(leaves)
 
 
 def _leaves(texts: Iterable[str]) -> list[ast.AST]:
@@ -125,18 +113,21 @@ def _leaves(texts: Iterable[str]) -> list[ast.AST]:
 
 def _parts(tree: ast.Module) -> Iterator[ast.stmt]:
     """Yield the statements of tests, and in place of the function `check` its own."""
-    checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    checks = _checks(tree)
     for node in tree.body:
         match node:
             case ast.Expr(value=ast.Call(func=ast.Name(id="check"))) if checks:
                 continue
             case ast.FunctionDef(name="check") if any(isinstance(leaf, _RETURNS) for leaf in ast.walk(node)):
-                yield node
-                yield from ast.parse(f"assert check({node.args.args[0].arg}) is not False").body
+                yield from [node, *ast.parse(f"assert check({node.args.args[0].arg}) is not False").body]
             case ast.FunctionDef(name="check"):
                 yield from node.body
             case _:
                 yield node
+
+
+def _checks(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
 
 
 def _fails(leaves: Sequence[ast.AST], asserting: set[str]) -> bool:
@@ -169,14 +160,13 @@ def _builtin_meant(tests: Asserts) -> str:
     leaves = _leaves([tests.setup, *tests.tests])
     if expected_names(tests) or "*" in bound_names(leaves):
         return ""
-    called = {
-        leaf.func.id for leaf in leaves if isinstance(leaf, ast.Call) and isinstance(leaf.func, ast.Name)
-    }
-    if len(called) != 1:
+    called = [leaf.func for leaf in leaves if isinstance(leaf, ast.Call)]
+    names = {function.id for function in called if isinstance(function, ast.Name)}
+    if len(names) != 1:
         raise ValueError(
-            f"the tests call no function of the program but {sorted(called)}; name it as entry_point"
+            f"the tests call no function of the program but {sorted(names)}; name it as entry_point"
         )
-    return called.pop()
+    return names.pop()
 
 
 def _caught(leaves: Sequence[ast.AST]) -> Iterator[str]:
