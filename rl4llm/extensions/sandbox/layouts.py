@@ -12,6 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rl4llm.extensions.sandbox import Asserts, Call, Calls, Stdin, Suite
@@ -36,7 +37,7 @@ _KINDS = {
     "function_call": "call",
     None: None,
 }
-_JUDGED = re.compile(r"checker|interact|special_judge|(input|output)_mode", re.IGNORECASE)
+_JUDGED = re.compile(r"(^|_)(checker|interact(or|ive|ion_format)|special_judge|(input|output)_mode)(_|$)")
 _SHARED = re.compile(  # what tests share with a program only in one process; $ is before names of modules
     r"(?m)\$((unittest\.)?mock\.(patch(?!\('sys\.std(out|err)', )|mock_open)|freezegun|time_machine|builtins\.(open|input)"
     r"|io\.open|pathlib|tempfile|shutil|sqlite3|subprocess|multiprocessing|socket|http\.server|inspect|sys\.(stdin|argv)"
@@ -60,13 +61,13 @@ def read_tests(stored: Any, columns: Mapping[str, Any], setup: str, prefix: str)
                 f"the column {name!r} says that outputs are not compared, which this reward does"
             )
     if isinstance(content, str):
-        return _from_code([content], columns, setup, prefix)
+        return _from_code((content,), function_name(columns.get("entry_point")), setup, prefix)
     if isinstance(content, Mapping):
         return _from_mapping(content, columns)
     if not isinstance(content, Sequence) or not content:
         raise ValueError("no tests")
     if all(isinstance(test, str) for test in content):
-        return _from_code(list(content), columns, setup, prefix)
+        return _from_code(tuple(content), function_name(columns.get("entry_point")), setup, prefix)
     return _from_cases(content, columns)
 
 
@@ -91,7 +92,8 @@ def _decoded(stored: Any) -> Any:
     return json.loads(unpacked)
 
 
-def _from_code(texts: Sequence[str], columns: Mapping[str, Any], setup: str, prefix: str) -> Asserts | Suite:
+@lru_cache(64)  # the samples of a prompt have the same tests, which may be long
+def _from_code(texts: tuple[str, ...], entry_point: str, setup: str, prefix: str) -> Asserts | Suite:
     nodes = [node for text in texts for node in _parsed(text).body]
     if not nodes:
         raise ValueError("no tests")
@@ -99,10 +101,10 @@ def _from_code(texts: Sequence[str], columns: Mapping[str, Any], setup: str, pre
     if ids:
         text = "\n".join([*filter(str.strip, [setup]), *texts])
         return Suite({TEST_FILE: text}, tuple(f"{TEST_FILE}::{test}" for test in ids))
-    entry_point = function_name(columns.get("entry_point")) or _checked_function(nodes)
+    entry_point = entry_point or _checked_function(nodes)
     if not entry_point and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes):
         raise ValueError("check(candidate) is never called, and the row has no entry_point")
-    tests = Asserts(tuple(texts), entry_point, "\n".join([setup, prefix]))
+    tests = Asserts(texts, entry_point, "\n".join([setup, prefix]))
     if not any(source for _, _, source in statements(tests)):
         raise ValueError("there is no assert in them")
     return tests
@@ -111,8 +113,7 @@ def _from_code(texts: Sequence[str], columns: Mapping[str, Any], setup: str, pre
 class _Full(ast.NodeTransformer):
     """Writes the names of modules in full, and empties texts, so that `_SHARED` finds what tests use."""
 
-    def __init__(self, tree: ast.Module):
-        bound = bound_names(list(ast.walk(tree)))
+    def __init__(self, bound: set[str]):
         self.modules = {name: f"builtins.{name}" for name in ("open", "input") if name not in bound}
 
     def visit_Import(self, node: ast.Import) -> ast.Pass:
@@ -128,6 +129,12 @@ class _Full(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.Name:
         return ast.Name(f"${self.modules[node.id]}" if node.id in self.modules else node.id)
 
+    def visit_List(self, node: Any) -> ast.AST:
+        node.elts = [item for item in node.elts if not isinstance(item, ast.Constant | ast.UnaryOp)]
+        return self.generic_visit(node)
+
+    visit_Tuple = visit_Set = visit_List
+
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         emptied = isinstance(node.value, str) and not node.value.startswith("sys.std")
         return ast.Constant("") if emptied else node
@@ -135,7 +142,8 @@ class _Full(ast.NodeTransformer):
 
 def _parsed(text: str) -> ast.Module:
     """Parse tests. Raises ValueError for what works only if the program runs in their process."""
-    if used := _SHARED.search(ast.unparse(_Full(ast.parse(text)).visit(ast.parse(text)))):
+    tree = ast.parse(text)
+    if used := _SHARED.search(ast.unparse(_Full(bound_names(list(ast.walk(tree)))).visit(tree))):
         name = used[0].strip(" .$")
         raise ValueError(
             f"they use {name!r}, which does not reach the program, since it runs in another process"

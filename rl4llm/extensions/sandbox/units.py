@@ -6,6 +6,7 @@ import ast
 import builtins
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rl4llm.extensions.sandbox.program import Asserts, Suite
@@ -24,31 +25,36 @@ def job_of(tests: Asserts | Suite, entry_point: str) -> dict[str, Any]:
     Each of its `units` has a name, whether it is a test, its file, the function in it (none for the whole file), and its
     source.
     """
-    setup, names = "", []
-    if isinstance(tests, Suite):
-        files = dict(tests.files)
-        units: list[Any] = [(test, True, *test.split("::", 1), "") for test in tests.required]
-    else:
-        setup, entry_point = tests.setup, tests.entry_point or entry_point or _builtin_meant(tests)
-        checks = [node for text in tests.tests for node in _checks(ast.parse(text))]
-        names = [entry_point, *(node.args.args[0].arg for node in checks)] if entry_point else []
-        pieces = list(statements(tests))
-        files = {f"tests {i}": text for i, (_, text, _) in enumerate(pieces)}
-        units = [(name, bool(source), f"tests {i}", "", source) for i, (name, _, source) in enumerate(pieces)]
-    trees = {file: ast.parse(text) for file, text in files.items()}
-    leaves = [leaf for tree in trees.values() for leaf in ast.walk(tree)]
-    calls = [
-        (file, leaf) for file, tree in trees.items() for leaf in ast.walk(tree) if isinstance(leaf, ast.Expr)
-    ]
-    dropped = [(file, leaf.lineno) for file, leaf in calls if isinstance(leaf.value, ast.Call)]
+    if isinstance(tests, Asserts):
+        return _job_of_asserts(tests, entry_point)
+    units = [(test, True, *test.split("::", 1), "") for test in tests.required]
+    return _job(dict(tests.files), units)
+
+
+@lru_cache(8)  # the programs of a prompt have the same tests, which may be long
+def _job_of_asserts(tests: Asserts, entry_point: str) -> dict[str, Any]:
+    entry_point = tests.entry_point or entry_point or _builtin_meant(tests)
+    checks = [node for text in tests.tests for node in _checks(ast.parse(text))]
+    names = [entry_point, *(node.args.args[0].arg for node in checks)] if entry_point else []
+    pieces = list(statements(tests))
+    files = {f"tests {i}": ast.unparse(part) for i, (_, part, _) in enumerate(pieces)}
+    units = [(name, bool(source), f"tests {i}", "", source) for i, (name, _, source) in enumerate(pieces)]
+    return {**_job(files, units), "setup": tests.setup, "names": names, "entry_point": entry_point}
+
+
+def _job(files: dict[str, str], units: list[Any]) -> dict[str, Any]:
+    leaves = [(file, leaf) for file, text in files.items() for leaf in ast.walk(ast.parse(text))]
+    calls = [(file, leaf.lineno, leaf.value) for file, leaf in leaves if isinstance(leaf, ast.Expr)]
+    nodes = [leaf for _, leaf in leaves]
     return {
-        "files": files, "units": units, "setup": setup, "names": names, "entry_point": entry_point, "dropped": dropped,
-        "caught": sorted(set(_caught(leaves))), "libraries": sorted(libraries(leaves)),
+        "files": files, "units": units, "setup": "", "names": [], "entry_point": "", "caught": sorted(set(_caught(nodes))),
+        "dropped": [(file, line) for file, line, value in calls if isinstance(value, ast.Call)],
+        "libraries": sorted(libraries(nodes)),
     }  # fmt: skip
 
 
-def statements(tests: Asserts) -> Iterator[tuple[str, str, str]]:
-    """Yield the name, the code and the source of each statement, in order; a step before a test has no source.
+def statements(tests: Asserts) -> Iterator[tuple[str, ast.stmt, str]]:
+    """Yield the name, the node and the source of each statement, in order; a step before a test has no source.
 
     Those of the function `check` are statements of the tests, so that each of its asserts counts.
     """
@@ -64,7 +70,7 @@ def statements(tests: Asserts) -> Iterator[tuple[str, str, str]]:
             number += is_test
             source = "\n".join(lines[part.lineno - 1 : part.end_lineno]).strip() or "assert"
             name = f"assert {number}" if is_test else f"line {part.lineno}"
-            yield name, ast.unparse(part), source if is_test else ""
+            yield name, part, source if is_test else ""
 
 
 def bound_names(leaves: Sequence[ast.AST]) -> set[str]:
