@@ -61,30 +61,11 @@ class FormatReward(BaseBatchReward):
         return [RewardExample([ChatMessage("assistant", text)], "4", score) for text, score in texts]
 
     def _holds(self, reply: str) -> bool:
-        opening = f"<{self.think}>"
-        if self.think_opened:
-            reply = opening + reply
-        reasoning, closed, rest = _block(reply.strip(), self.think)
-        if (
-            not closed
-            or not reasoning.strip()
-            or self._tags(reasoning)
-            or self._tags(rest) > 2 * bool(self.answer)
-        ):
-            return False
-        if not self.answer:
-            return bool(rest.strip())
-        answer, closed, after = _block(rest.strip(), self.answer)
-        return closed and bool(answer.strip()) and not after.strip() and not self._tags(answer)
+        inside = rf"(?=\s*+[^<\s]|\s*+<(?!/?(?:{self._tags})>))(?:(?!</?(?:{self._tags})>).)++"
+        answer = rf"\s*<{self.answer}>{inside}</{self.answer}>" if self.answer else inside
+        opening = "" if self.think_opened else rf"\s*<{self.think}>"
+        return re.fullmatch(rf"{opening}{inside}</{self.think}>{answer}\s*", reply, re.DOTALL) is not None
 
-    def _tags(self, text: str) -> int:
-        tags = [tag for tag in (self.think, self.answer) if tag]
-        return sum(text.count(f"<{tag}>") + text.count(f"</{tag}>") for tag in tags)
-
-
-def _block(text: str, tag: str) -> tuple[str, bool, str]:
-    """Inside, whether the text starts with the tag and closes it, and what follows."""
-    if not text.startswith(f"<{tag}>"):
-        return "", False, text
-    inside, closed, rest = text.removeprefix(f"<{tag}>").partition(f"</{tag}>")
-    return inside, bool(closed), rest
+    @property
+    def _tags(self) -> str:
+        return "|".join(filter(None, (self.think, self.answer)))
