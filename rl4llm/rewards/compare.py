@@ -29,13 +29,21 @@ _FUNCTIONS = {
     "sqrt", "max", "min", "gcd", "lcm", "mod", "pi", "det", "deg", "lim", "inf", "sup", "arg", "abs", "and", "or", "in",
     "infty", "oo",
 }  # fmt: skip
-_PLAIN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9'.&]*(?:[ -]+[A-Za-z0-9'.&]+){0,40}[.!]?", re.ASCII)
+_PLAIN_TEXT = re.compile(
+    r"(?:[A-Za-z]|(?=\d[\d,.]{0,40}(?:st|nd|rd|th| [A-Za-z]{3}| [A-Z][a-z])))"
+    r"[A-Za-z0-9'.&]*(?:[ -]+[A-Za-z0-9'.&]+){0,40}[.!]?",
+    re.ASCII,
+)
 _SAID = re.compile(r"[A-Za-z]{2}|[A-Za-z]\d")
-_CHOICE = re.compile(r"\(([A-Ja-j])\)(.*)|([A-J])(?:\)(.*)|[.:] (.*)|)", re.ASCII | re.DOTALL)
+_CHOICE = re.compile(
+    r"(?:(?i:option|choice|answer) ?)?(?:\(([A-Ja-j])\)(.*)|([A-J])(?:\)(.*)|[.:] (.*)|))",
+    re.ASCII | re.DOTALL,
+)
 _NAME = re.compile(r"((?:[A-Za-z]|\\[a-z]+)(?:_ ?(?:\{\w{1,8}\}|\w))?)=(?![=<>])(.+)", re.ASCII | re.DOTALL)
 _SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and|or)\b|[,;]|\b(?:and|or)\b)\s*")
 _SEMICOLON = re.compile(r"\s*;\s*")
 _AND = re.compile(r"\s*+(?:[,;]\s*+)?(?:\\text\s?\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*")
+_NO_DECIMALS = re.compile(r"(?<=\d)\.0{1,40}(?![\d])")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d]|,\d)")
 _IN_BASE = re.compile(r"\(?([+-]?\d[0-9A-Z.]*)\)?_\{?(\d{1,3})\}?", re.ASCII)
 _LAST_UNIT = re.compile(
@@ -49,7 +57,7 @@ _MATRIX = re.compile(
 )
 _END_OF_ROW = re.compile(r"\\\\(?:\[[^\]]*\])?")
 _DECIMAL_COMMA = re.compile(r"([+-]?[$€£]?\d+),(\d.*)", re.ASCII)
-_TIME = re.compile(r"(\d{1,2}):(\d{2})(?: ?([ap])\.?m\.?)?", re.IGNORECASE | re.ASCII)
+_TIME = re.compile(r"(\d{1,2})(?::(\d{2})(?: ?([ap])m)?| ?([ap])m)", re.IGNORECASE | re.ASCII)
 _VARIABLE = re.compile(r"[a-z]")
 _DATE = re.compile(r"\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/])\d\d?\2\d{4}", re.ASCII)
 
@@ -79,7 +87,7 @@ def for_algebra(text: str) -> str:
     """Return an answer in the notation that computer algebra reads best, with "," for the "and" and "or" of a list."""
     text = _with_unit(_first_value(_unwrapped(rewritten(text))))[0].replace("°", "")
     _, value = named(text.replace(" ", ""))
-    return value if number(value) else _AND.sub(", ", text).strip()
+    return value if number(value) else _AND.sub(", ", _NO_DECIMALS.sub("", text)).strip()
 
 
 def _with_unit(text: str) -> tuple[str, Unit]:
@@ -168,10 +176,12 @@ def _choice(text: str) -> tuple[str, str] | None:
     found = _CHOICE.fullmatch(text)
     if found is None:
         return None
-    return (found[1] or found[3]).upper(), (found[2] or found[4] or found[5] or "").strip()
+    return (found[1] or found[3]).upper(), (found[2] or found[4] or found[5] or "").strip(" :")
 
 
 def _same_item(wanted: Tidy, given: Tidy) -> bool | None:
+    if (time := _TIME.fullmatch(wanted.text)) and (other_time := _TIME.fullmatch(given.text)):
+        return _same_time(time, other_time)
     number_wanted, number_given = number(wanted.text), number(given.text)
     if number_wanted and number_given:
         return equal(number_wanted, number_given)
@@ -182,8 +192,8 @@ def _same_item(wanted: Tidy, given: Tidy) -> bool | None:
         return False
     if wanted.words and (_words(wanted.text) == _words(given.text) or "," not in wanted.text):
         return _words(wanted.text) == _words(given.text)
-    if _TIME.fullmatch(wanted.text) and _TIME.fullmatch(given.text):
-        return _time(wanted.text) == _time(given.text)
+    if (number_wanted and _is_text(given.text)) or (number_given and wanted.words):
+        return False
     if _DATE.fullmatch(wanted.text):  # not a difference or a quotient
         dates = [re.findall(r"[1-9]\d*", item.text) for item in (wanted, given)]
         return bool(_DATE.fullmatch(given.text)) and dates[0] == dates[1]
@@ -215,9 +225,11 @@ def _equal_with_comma(wanted: Number, given: str) -> bool:
     return read is not None and equal(wanted, read)
 
 
-def _time(text: str) -> tuple[int, int, str]:
-    hour, minute, half = _TIME.fullmatch(text).groups()  # type: ignore[union-attr]
-    return int(hour), int(minute), (half or "").lower()
+def _same_time(one: re.Match[str], other: re.Match[str]) -> bool:
+    """Compare times; the half of the day may be missing on one side, as a unit may."""
+    halves = {(time[3] or time[4]).lower() for time in (one, other) if time[3] or time[4]}
+    times = [(int(time[1]), int(time[2] or 0)) for time in (one, other)]
+    return times[0] == times[1] and len(halves) < 2
 
 
 def split(text: str) -> list[str]:
@@ -287,6 +299,8 @@ def _same_tuple(wanted: str, given: str) -> bool | None:
     if found is None or "," not in found[0]:
         return None
     if found.end() == len(given) and _ALLOWED_BEFORE.fullmatch(given[: found.start()]):
+        if _in_other_order(given[: found.start()]):
+            return False
         items, others = split(_spaced(wanted[1:-1])), split(_spaced(found[0][1:-1]))
         brackets = wanted[0] + wanted[-1], found[0][0] + found[0][-1]
         # [1,2) is an interval
@@ -294,6 +308,14 @@ def _same_tuple(wanted: str, given: str) -> bool | None:
             return False
         return _all(map(same, items, others))
     return None if re.search(r"\\cup|\\cap|\\begin", given) else False
+
+
+def _in_other_order(before: str) -> bool:
+    """Return whether neighbours in the alphabet name the places of a tuple in another order, as (y,x) does."""
+    names = (
+        re.findall("[a-z]", before) if re.fullmatch(r"\(?[a-z](?:, ?[a-z])+\)? ?=", before.strip()) else []
+    )
+    return names != sorted(names) and ord(max(names)) - ord(min(names)) == len(names) - 1
 
 
 def _without_repeats(items: Sequence[str]) -> list[str]:

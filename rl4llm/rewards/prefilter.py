@@ -26,7 +26,7 @@ MAX_SUBSCRIPTS = 20
 _COSTLY = ("\\sum", "\\prod", "\\int", "\\lim", "\\binom", "\\choose", "\\mod", "\\bmod", "\\pmod")
 _LISTS = (",", ";", "or", "\\cup", "\\pm", "\\{", "=", "<", ">", "\\le", "\\ge", "\\in")
 _RELATES = re.compile(r"\\(?:approx|equiv)(?![A-Za-z])|\bor\b|\band\b")
-_FOREIGN = re.compile(r"[&|~@#?`:;<>\"\u2190-\u22ff]|\.\s*\.|[\d}]\s+\.|\d\.\s+\d")
+_FOREIGN = re.compile(r"[&|~@#?`:;<>\"\u2190-\u23ff]|\.\s*\.|[\d}]\s+\.|\d\.\s+\d")
 _DEGREES = re.compile(r"\^\s?\{?\s?\\circ\s?\}?")
 _OF_NUMBERS = {
     "frac", "dfrac", "tfrac", "cfrac", "sqrt", "cdot", "times", "div", "pi", "left", "right", "displaystyle", "quad",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from unicodedata import normalize
 
 MAX_ANSWER_CHARS = 500
 _PLAIN = {
@@ -22,37 +23,40 @@ _PLAIN = {
     "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "<=": "\\le ", ">=": "\\ge ", " != ": " \\ne ", "{,}": ",", "{:}": ":",
     "{.}": ".",
     "\\%": "%", "\\$": "$", "\\&": "&", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\colon": ":",
-    "\\langle": "(", "\\rangle": ")",
+    "\\langle": "(", "\\rangle": ")", "\\underline": "", "\\bf": "",
 }  # fmt: skip
 _COMMANDS = re.compile(r"\\\\|" + "|".join(
     re.escape(old) + (r"(?![A-Za-z])" if old[-1].isalpha() and old[0] == "\\" else "")
     for old in sorted(_PLAIN, key=len, reverse=True)
 ))  # fmt: skip
-_RAISED = dict(
-    zip(
-        "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207f",
-        "0123456789-n",
-        strict=True,
-    )
+_COMPOSED = re.compile(
+    "([\u2070\u00b9\u00b2\u00b3\u2074-\u207b\u207f]+)|([\u2080-\u2089\u2099]+)|[\u00bc-\u00be\u2150-\u215e]"
 )
-_LOWERED = dict(
-    zip("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089\u2099", "0123456789n", strict=True)
-)
-_PARTS = {
-    "\u00bd": "1/2", "\u2153": "1/3", "\u2154": "2/3", "\u00bc": "1/4", "\u00be": "3/4", "\u2155": "1/5", "\u2156": "2/5",
-    "\u2157": "3/5", "\u2158": "4/5", "\u2159": "1/6", "\u215a": "5/6", "\u215b": "1/8", "\u215c": "3/8", "\u215d": "5/8",
-    "\u215e": "7/8",
-}  # fmt: skip
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
-_ROOT = re.compile("\u221a ?(?:\\(([^()]*)\\)|(\\w+))")
+_ROOT = re.compile("([\u221a\u221b\u221c]) ?(?:\\(([^()]*)\\)|(\\w+))")
+_ROOTS = {"\u221a": "\\sqrt", "\u221b": "\\sqrt[3]", "\u221c": "\\sqrt[4]"}
 _ESCAPED = re.compile(r"\\\\(?=[A-Za-z])")  # a backslash that was escaped twice
 _PHANTOM = re.compile(r"\\[hv]?phantom\s*(?:\{[^{}]*\}|[^\s\\{}]|\\[A-Za-z]+)")
 _SPREAD = re.compile(r",\s*\\!\s*(?=\d{3})")
 _ATTACHED = re.compile("(?<=\\d)(?=[a-z]{1,2}[\u00b2\u00b3])")  # 5cm\u00b2
-_GROUPS = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d,])(?!\.\d* \d)")
-_SCRIPTS = tuple(
-    (re.compile(f"[{''.join(signs)}]+"), mark, signs) for signs, mark in ((_RAISED, "^"), (_LOWERED, "_"))
+_OTHER_NOTATION = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^([\s$]{0,9})~", r"\1\\sim "),  # about; elsewhere a tilde is a space
+        (r"\\(?:text)?color\s?\{\w{1,20}\}", ""),
+        (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
+        (r"\*\* ?(?:(-?[\w.]{1,40})|\(([^()]{1,40})\))", r"^{\1\2}"),  # Python's
+        (r"(?<![A-Za-z\\])(?:math\.|np\.|sp\.)?(exp|log|ln|sin|cos|tan)(?=\()", r"\\\1"),
+        (r"\\exp\(([^()]{1,40})\)", r"e^{\1}"),
+        (r"(?<![A-Za-z\\])(?:math\.|np\.|sp\.)?sqrt ?\(([^()]{1,80})\)", r"\\sqrt{\1}"),
+        (r"(?<![A-Za-z\\])(?:math\.|np\.|sp\.)?pi(?![A-Za-z])", r"\\pi "),
+        (r"(?<![A-Za-z\\])oo(?![A-Za-z])", r"\\infty "),
+        (r"(?<=[\d)]) ?\* ?I\b", "i"),
+        (r"\+ ?-(?=[\d.])", "-"),
+        (r"(?<![\d.])1(?:\.0{1,20})?i\b", "i"),
+    )
 )
+_GROUPS = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d,])(?!\.\d* \d)")
 
 
 def rewritten(text: str) -> str:
@@ -65,6 +69,8 @@ def rewritten(text: str) -> str:
         return text
     if not text.isascii():
         text = _without_unicode(text)
+    for pattern, replacement in _OTHER_NOTATION:
+        text = pattern.sub(replacement, text)
     if "&" not in text and "\\begin" not in text:
         text = _ESCAPED.sub("\\\\", text)
     text = _COMMANDS.sub(
@@ -75,13 +81,18 @@ def rewritten(text: str) -> str:
 
 def _without_unicode(text: str) -> str:
     text = _ATTACHED.sub(" ", text)
-    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text.translate(_WIDE))
-    for pattern, mark, signs in _SCRIPTS:
-        for run in set(pattern.findall(text)):
-            text = text.replace(run, f"{mark}{{{''.join(map(signs.__getitem__, run))}}}")
-    for sign, part in _PARTS.items():
-        text = text.replace(sign, "\\frac{{{}}}{{{}}}".format(*part.split("/")))
-    return text
+    text = _ROOT.sub(lambda root: f"{_ROOTS[root[1]]}{{{root[2] or root[3]}}}", text.translate(_WIDE))
+    return _COMPOSED.sub(_plain, text)
+
+
+def _plain(signs: re.Match[str]) -> str:
+    """Return raised or lowered signs, or a fraction in one sign, as LaTeX."""
+    plain = normalize("NFKC", signs[0]).translate({0x2212: "-", 0x2044: "/"})
+    return (
+        f"{'^' if signs[1] else '_'}{{{plain}}}"
+        if signs[1] or signs[2]
+        else "\\frac{{{}}}{{{}}}".format(*plain.split("/"))
+    )
 
 
 Unit = tuple[str, ...]
@@ -96,7 +107,7 @@ _NAMES = {
     "cup": "", "acre": "", "hectare": "ha", "degree": "° deg", "radian": "rad rads", "celsius": "c", "fahrenheit": "f",
     "kelvin": "", "dollar": "$ usd", "cent": "¢", "euro": "€ eur", "sterling": "£ gbp", "yuan": "元 rmb cny",
     "rupee": "rs ₹", "yen": "¥ 円", "newton": "", "joule": "", "watt": "", "volt": "", "ampere": "", "hertz": "hz",
-    "pascal": "pa", "mole": "mol", "unit": "",
+    "pascal": "pa", "mole": "mol", "unit": "", "am": "", "pm": "",
     "people": "persons person", "man": "men", "woman": "women", "child": "children", "mouse": "mice", "die": "dice",
 }  # fmt: skip
 _MEASURE = {alias: name for name, others in _NAMES.items() for alias in (name, f"{name}s", *others.split())}
@@ -114,7 +125,7 @@ _NO_UNIT = {
     "be", "has", "have", "had", "if", "then", "because", "since", "when", "where", "which", "that", "so", "more", "less",
     "than", "who", "does", "did", "can", "cannot", "should", "would", "will", "infinity", "wrong", "right", "correct",
     "incorrect", "maybe", "neither", "nor", "except", "instead", "rather", "versus", "either", "otherwise", "unless",
-    "until", "before", "after", "squares",
+    "until", "before", "after", "squares", "fold",
 }  # fmt: skip
 _WORD = re.compile(r"[A-Za-z]+|[°$€£¥¢₹元円/]|\^ ?\{?(-?[1-9])\}?")
 _FULL = re.compile(r"(?:[ -]*+(?:[A-Za-z]{1,20}+\.?|[°$€£¥¢₹元円/]|\^ ?\{?-?[1-9]\}?)){1,12}+[ .]*")
@@ -133,7 +144,10 @@ def unit(text: str) -> Unit | None:
         return None
     words = [found[0].lower() for found in _WORD.finditer(text)]
     letters = [word for word in words if word.isascii() and word.isalpha()]
-    if len(letters) > _MAX_WORDS or not _NO_UNIT.isdisjoint(letters):
+    names = [
+        word for word in re.findall(r"\b[A-Z][a-z]+", text) if word.lower() not in _KNOWN
+    ]  # 7 Up, 3 Doors Down
+    if names or len(letters) > _MAX_WORDS or not _NO_UNIT.isdisjoint(letters):
         return None
     if text[0].isalpha() and (len(words[0]) < 2 or words[0] not in _KNOWN):  # 2xy, 18m
         return None
@@ -211,6 +225,7 @@ _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)"
 _POWER = r"10 ?\^ ?(?:\{ ?([+-]?\d{1,3}) ?\}|(\d))"
 _SIGN = r"([+-]?) ?"
 _CURRENCY = r"([$€£¥₹]?) ?"
+_ALONE = re.compile(r"^([+-]?) ?(?=10 ?\^)")  # a power of ten without a factor
 _FRAC = r"\\frac ?(?:\{ ?(-?\d+) ?\}|(\d)) ?(?:\{ ?(-?\d+) ?\}|(\d))"
 _FORMS = {
     "decimal": re.compile(
@@ -218,10 +233,13 @@ _FORMS = {
         r"(?![\d^_]|,\d|\.\d)(.*)",
         re.ASCII,
     ),
-    "power": re.compile(rf"{_SIGN}{_POWER}(?![\d^_])(.*)", re.ASCII),
     "frac": re.compile(rf"{_SIGN}{_CURRENCY}(\d{{0,20}}) ?{_FRAC}(?![\d^_])(.*)", re.ASCII),
     "slash": re.compile(rf"{_SIGN}{_CURRENCY}(?:(\d{{1,20}}) )?({_WHOLE}) ?/ ?({_WHOLE})(?![\d^_.,])(.*)", re.ASCII),
 }  # fmt: skip
+_REPEATING = re.compile(
+    r"([+-]?) ?(\d{0,20})\.(\d{0,20}) ?(?:\\(?:overline|bar|dot) ?(?:\{(\d{1,20})\}|(\d))|\((\d{1,20})\))(.*)",
+    re.ASCII,
+)
 _PERCENT = re.compile(r" ?(?:%|(?:percent|per cent)\b)(?:age points?| points?)?")
 _LARGE = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf" ?({'|'.join(_LARGE)})\b")
@@ -245,7 +263,7 @@ def number(text: str) -> Number | None:
     """
     if not text or len(text) > MAX_NUMBER_CHARS or sum(map(str.isdigit, text)) > MAX_DIGITS:
         return None
-    for read in (_fraction, _power, _decimal):
+    for read in (_fraction, _decimal, _repeating):
         if (found := read(text)) is not None:
             return found
     return None
@@ -285,7 +303,7 @@ def _close(one: Number, other: Number) -> bool:
 
 
 def _decimal(text: str) -> Number | None:
-    match = _FORMS["decimal"].fullmatch(text)
+    match = _FORMS["decimal"].fullmatch(_ALONE.sub(r"\1 1*", text))
     if match is None or (match[1] and match[3]):
         return None
     sign, (whole, _, decimals) = match[1] + match[3], match[4].replace(",", "").partition(".")
@@ -297,13 +315,15 @@ def _decimal(text: str) -> Number | None:
     return _with_rest(-value if sign == "-" else value, -1 if exact else len(decimals), match[2], match[8])
 
 
-def _power(text: str) -> Number | None:
-    match = _FORMS["power"].fullmatch(text)
-    exponent = int(match[2] or match[3]) if match else MAX_EXPONENT + 1
-    if match is None or abs(exponent) > MAX_EXPONENT:
+def _repeating(text: str) -> Number | None:
+    """Return a repeating decimal, such as 0.1\\overline{6} or 0.1(6), which is a fraction."""
+    match = _REPEATING.fullmatch(text)
+    if match is None:
         return None
-    value = Fraction(10) ** exponent
-    return _with_rest(-value if match[1] == "-" else value, -1, "", match[4])
+    fixed, period = match[3], match[4] or match[5] or match[6]
+    value = Fraction(int(match[2] + fixed or "0"), 10 ** len(fixed))
+    value += Fraction(int(period), 10 ** len(fixed) * (10 ** len(period) - 1))
+    return _with_rest(-value if match[1] == "-" else value, -1, "", match[7])
 
 
 def _fraction(text: str) -> Number | None:
