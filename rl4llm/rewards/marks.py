@@ -10,21 +10,27 @@ from typing import NamedTuple
 from rl4llm.rewards.quantities import rewritten, unit
 
 _FORMULA_CHARS = 600
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(\\?[A-Za-z0-9]))")
-_BRACE = re.compile(r"(?<!\\)[{}]")
-_DOLLARS = (
-    rf"(?<![\\$])\$(?!\$)((?=\S)(?:\\\$|[^$]){{0,{_FORMULA_CHARS}}}?(?<![\s\\])"  # $x$; a price ends with white space
-    rf"|\s(?:\\\$|[^$]){{1,{_FORMULA_CHARS}}}?\s)\$(?!\d)"  # $ x $
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:(\{)|(\d+|\\?[A-Za-z]))")
+_LABEL = re.compile(
+    r"(\\text\w*\s?\{)?\s*(?:the |final |correct )*answer\s*(?:is\b|[:=])\s*(\})?", re.IGNORECASE
 )
+_BRACE = re.compile(r"(?<!\\)[{}]")
+_BLOCK = r"(?:equation|align|gather|multline|eqnarray|displaymath)\*?"
 _FORMULA = re.compile(
     "|".join((
         rf"\$\$(.{{1,{_FORMULA_CHARS}}}?)\$\$",
-        _DOLLARS,
+        rf"(?<![\\$])\$(?!\$)((?=\S)(?:\\\$|[^$]){{0,{_FORMULA_CHARS}}}?(?<![\s\\])"  # $x$; a price ends with white space
+        rf"|\s(?:\\\$|[^$]){{1,{_FORMULA_CHARS}}}?\s)\$(?!\d)",  # $ x $
         rf"\\\((.{{1,{_FORMULA_CHARS}}}?)\\\)",
         rf"\\\[(.{{1,{_FORMULA_CHARS}}}?)\\\]",
+        rf"\\begin\{{{_BLOCK}\}}(.{{1,{_FORMULA_CHARS}}}?)\\end\{{{_BLOCK}\}}",
     )),
     re.DOTALL,
 )  # fmt: skip
+_INNER = re.compile(
+    r"\\begin\{(?!aligned|split|gathered)(\w+)\}.*?\\end\{\1\}", re.DOTALL
+)  # a matrix or the like
+_ALIGNED = re.compile(r"\\(?:begin|end)\{(?:aligned|split|gathered)\}")
 _PROSE = re.compile(r"(?:(?<![\\A-Za-z])[A-Za-z]{3,}[ ,]+){3}")
 COMMANDS = re.compile(r"\\(?:begin|end|text\w*|math[a-z]+|mbox|operatorname)\s?\{[^{}]*\}|\\[A-Za-z]+")
 """Commands of LaTeX, with the words that they set."""
@@ -48,7 +54,7 @@ class Snippet(NamedTuple):
 
 
 def boxes(text: str, max_chars: int) -> list[Snippet]:
-    """Return every complete ``\\boxed{...}`` in order of their starts; longer contents come cut, but still longer."""
+    """Return every ``\\boxed{...}`` in order of their starts, unfinished ones as ""; longer ones cut, but still longer."""
     closing = _closing_braces(text)
     found: list[Snippet] = []
     for match in _BOX.finditer(text):
@@ -58,8 +64,10 @@ def boxes(text: str, max_chars: int) -> list[Snippet]:
         start, limit = match.end(), match.end() + max_chars + 1
         end = closing.get(start - 1, limit if limit <= len(text) else start)
         inside = text[start : min(end, limit + 2000)].strip()[: max_chars + 1]
+        if label := _LABEL.match(inside):
+            inside = ("" if label[2] else label[1] or "") + inside[label.end() :].strip()
         found.append(Snippet(match.start(), end + 1, inside))
-    return [box for box in found if box.text]
+    return found
 
 
 def _closing_braces(text: str) -> dict[int, int]:
@@ -86,21 +94,19 @@ def formulas(text: str) -> list[Snippet]:
     ]
 
 
-def without_dollars(text: str) -> str:
-    """Return the content of a text that is one formula; other text as it is."""
-    found = _FORMULA.fullmatch(text)
-    return _content(found) if found else text
-
-
-def leading_formula(text: str) -> str | None:
-    """Return the content of the formula that a text begins with, None if it begins with none."""
-    found = _FORMULA.match(text)
-    return _content(found) if found else None
-
-
 def _content(match: re.Match[str]) -> str:
-    inside = next(group for group in match.groups() if group is not None)
-    return inside.strip().rstrip(".,").strip()
+    """Return what a formula contains; of rows of a derivation the last statement, which a row may continue with "="."""
+    inside = next(group for group in match.groups() if group is not None).strip()
+    outside = _ALIGNED.sub(
+        "", _INNER.sub(lambda inner: inner[0].replace("\\\\", "\0").replace("&", "\1"), inside)
+    )
+    if "\\\\" in outside or "&" in outside:
+        rows = [" ".join(row.split()) for row in outside.replace("&", " ").split("\\\\") if row.strip()] or [
+            ""
+        ]
+        first = max((place for place, row in enumerate(rows) if row[0:1] != "="), default=0)
+        inside = " ".join(rows[first:]).replace("\0", "\\\\").replace("\1", "&")
+    return inside.rstrip(".,").strip()
 
 
 def joined(text: str, snippets: Sequence[Snippet]) -> list[str]:
@@ -139,18 +145,21 @@ _FRACTION = r"[-+]?\\frac ?(?:\{\d+\}|\d) ?(?:\{\d+\}|\d)"
 AMOUNT = re.compile(rf"\d{{1,2}}:\d\d(?: ?[AaPp]\.?[Mm]\b\.?)?|{NUMBER}|{_FRACTION}")
 """A time, a number or a fraction."""
 
-_NUMBERS = re.compile(rf"{NUMBER}(?:(?: ?, ?| ?,? and | ?,? or ){NUMBER}){{0,20}}", re.IGNORECASE)
+NUMBERS = re.compile(rf"{NUMBER}(?:(?: ?, ?| ?,? and | ?,? or ){NUMBER}){{0,20}}", re.IGNORECASE)
 _UNIT_AFTER = re.compile(r"[ -]?(?:[A-Za-z°€¥元]{1,14}(?:\^?[23]|[²³])?(?: per | ?/ ?| of )?[ -]?){1,4}")
 
 BEFORE = {
-    "AZYUK2": rf"[\w!.^_{{}}\\/*+=<>()\[\]|{_MINUS}]$",
-    "of y = 3": rf"[\d+*/=^<>(\u00d7\u00f7≤≥≠{_MINUS}] +$",
+    "AZYUK2": rf"[\w!.^_{{}}\\/*+=<>()\[\]|~¬√∛∜±∓≠≤≥⌊⌈{_MINUS}]$",
+    "of y = 3": rf"[\d+*/=^<>(\u00d7\u00f7√±≤≥≠~{_MINUS}] +$",
     "(x,3)": r"[\w)}\]],$",
     "f(2), 3": r"[\d)}\]], +$",
     "x \\geq 5 there": r"\\[A-Za-z]+ *$",
     "a ratio of 4: 3": r"\d: *$",
     "no more than 3": r"(?:\b(?:not|than|least|most)|n't) +$",
     "1 in 6": r"\d (?:in|to|out of) +$",
+    "half of 3": r"\b(?:half|third|quarter|square|cube|root|negative|reciprocal|opposite|power|multiple) of +$",
+    "twice 3": r"\b(?:twice|double|triple|times|after|before|root) +$",
+    "on Apollo 11": r"[a-z,] [A-Z][\w.-]* +$",
 }
 """What stands before a number that is part of other notation, each with a text whose last number therefore is no answer."""
 
@@ -159,6 +168,7 @@ AFTER = {
     "a 3!-fold": r"!\S",
     "a pair 3,x": r",\S",
     "with 3 + x": rf" ?[*+/^=<>\\(\u00d7\u00f7{_MINUS}] ?[\w\\(]",
+    "3 squared": r"[ -](?:squared|cubed|factorial|fold|dozen|thousand|[mb]illion|divided|times|or (?:more|less)|and a)\b",
 }
 """What stands behind such a number, each with a text."""
 
@@ -172,7 +182,7 @@ def last_number(text: str) -> str | None:
     >>> last_number("costs $1,234.50!"), last_number("It took 3 and 4 hours"), last_number("x^3 grows")
     ('$1,234.50', '3 and 4 hours', None)
     """
-    numbers = list(_NUMBERS.finditer(text))
+    numbers = list(NUMBERS.finditer(text))
     if not numbers:
         return None
     last = numbers[-1]
@@ -187,7 +197,7 @@ def last_number(text: str) -> str | None:
 
 def _stands_alone(text: str, start: int, end: int) -> bool:
     """Return whether a number is no part of other notation, such as a power, a fraction, a pair or an equation."""
-    before, after = text[max(0, start - 16) : start], text[end : end + 4]
+    before, after = text[max(0, start - 24) : start], text[end : end + 16]
     if text[start] in _SIGNS and (_OPERAND.search(before) or (text[start + 1] == " " and before.strip())):
         return False
     return _BEFORE.search(before) is None and _AFTER.match(after) is None
