@@ -335,6 +335,14 @@ REWARDS = _of(
      f"{POOL}_a_task_gets_the_memory_of_the_limit_and_no_more"),
     ("workers_of_a_killed_trainer", "pool.py", "    while os.getppid() == parent:", "    while True:",
      f"{POOL}_no_process_outlives_its_parent"),
+    ("names_in_order", "compare.py", "return names != sorted(names) and", "return False and",
+     "test_compare.py::test_different_numbers_and_words_are_different"),
+    ("unfinished_tags", "extract.py", 'else "" if opened else None', "else None",
+     "test_extract.py::test_auto_prefers_box_then_hash_then_words_then_number"),
+    ("whole_announcements", "extract.py", "or stated(text) or bare(whole)", "or concluded(text) or bare(whole)",
+     "test_extract.py::test_what_a_mark_announces_is_taken_whole"),
+    ("only_number", "conclusion.py", "if len(NUMBERS.findall(result)) == 1 else None", "",
+     "test_extract.py::test_what_the_last_sentences_conclude_with_is_the_answer"),
 )  # fmt: skip
 
 RESUMED = "test_identity.py::test_a_resumed_run_refuses_other_contents"

@@ -6,6 +6,7 @@ FILE holds the answers of MATH's training problems, one JSON object with `ground
 thousand of them are graded in each form of a reply: how many are right, and which wrong answers made from them are paid:
 another sign, digit or unit, half of a list, a number of a formula, the answer inside a power, a pair, an equation or a list.
 """
+# ruff: noqa: RUF001
 
 from __future__ import annotations
 
@@ -31,6 +32,33 @@ FORMS = {
     "sentence": "We add them up.\nSo the result is %s.",
     "bold": "It follows.\n\n**%s**",
     "plain": "%s",
+    "final": "We add.\n<final>%s</final>",
+    "begin_of_box": "So it is <|begin_of_box|>%s<|end_of_box|>.",
+    "brackets": "We add. [ANSWER] %s [/ANSWER]",
+    "label in a box": "$\\boxed{\\text{Answer: } %s}$",
+    "box, end of turn": "So $\\boxed{%s}$<|im_end|>",
+    "two boxes": "\\boxed{%s} and so \\boxed{%s}",
+    "hash": "We add.\n#### %s",
+    "json": 'Here:\n```json\n{"reasoning": "1 + 1", "answer": "%s"}\n```',
+    "minerva": "Final Answer: The final answer is $%s$. I hope it is correct.",
+    "more behind it": "The answer is $%s$. We used the formula of Euler with 3 terms.",
+    "next line": "Therefore the correct answer is:\n\n$%s$",
+    "restated": "How many are there? The answer is $%s$.\n\n**Answer:** \\(%s\\)",
+    "html": "<p>We add.</p><p>The answer is <b>%s</b></p>",
+    "Chinese": "我们相加。因此，答案是 $%s$。",
+    "Chinese label": "我们相加。\n\n**答案：**$%s$",
+    "Russian": "Сложим.\nОтвет: $%s$.",
+    "French": "On ajoute. La réponse est $%s$.",
+    "Swahili": "Jibu: %s",
+    "heading": "We add.\n\n### Final Answer\n\n$$%s$$",
+    "display": "Hence\n\\[\n%s\n\\]",
+    "align": "Therefore\n\\begin{align*}\nV &= a + b \\\\\n&= %s\n\\end{align*}",
+    "dots": "Hence $S = 1 + 1 + \\cdots = %s$.",
+    "table": "| step | value |\n|---|---|\n| sum | $1$ |\n| answer | $%s$ |",
+    "code": "So:\n```\n%s\n```",
+    "wish": "So we get $%s$. I hope this helps!",
+    "end of a proof": "Hence we get $%s$ $\\blacksquare$",
+    "quotation": "So:\n\n> **%s**",
 }
 UNITS = (("hours", "minutes"), ("cm", "m"), ("inches", "feet"), ("square", "cubic"), ("^2", "^3"))
 
@@ -57,12 +85,18 @@ def grade_forms(reward: MathReward, answers: Sequence[str]) -> None:
     rng = random.Random(0)
     wrong = [(gold, answer) for gold in answers for answer in made_wrong(gold, rng)]
     for name, form in FORMS.items():
-        right = sum(grade_replies(reward, [(form % answer, answer) for answer in answers]))
-        scores = grade_replies(reward, [(form % answer, gold) for gold, answer in wrong])
-        paid = [pair for pair, score in zip(wrong, scores, strict=True) if score == 1.0]
+        right = sum(grade_replies(reward, [(fill(form, answer), answer) for answer in answers]))
+        chain = "= %s" in form  # where "2x + y = 3" says 3
+        tried = [pair for pair in wrong if not (chain and "=" in pair[1])]
+        scores = grade_replies(reward, [(fill(form, answer), gold) for gold, answer in tried])
+        paid = [pair for pair, score in zip(tried, scores, strict=True) if score == 1.0]
         print(
-            f"as {name}: {right:.0f} of {len(answers)} right; {len(paid)} of {len(wrong)} wrong ones paid: {paid}"
+            f"as {name}: {right:.0f} of {len(answers)} right; {len(paid)} of {len(tried)} wrong ones paid: {paid}"
         )
+
+
+def fill(form: str, answer: str) -> str:
+    return form.replace("%s", json.dumps(answer)[1:-1] if "json" in form else answer)
 
 
 def grade_replies(reward: MathReward, pairs: Sequence[tuple[str, str]]) -> list[float]:

@@ -196,7 +196,7 @@ def test_auto_prefers_box_then_hash_then_words_then_number():
     assert final_answer("the answer is 3\n 4") == "3"
     assert final_answer("#### 2. Add\nThe answer is 3.\n 4") == "3"
     assert final_answer("maybe 4") == "4"
-    assert final_answer("The answer is 3.\n\\boxed{4") is None
+    assert [final_answer(f"The answer is 3.\n{cut}") for cut in ("\\boxed{4", "<answer>4")] == [None, None]
     assert final_answer("no number") is None
 
 
