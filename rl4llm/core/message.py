@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from rl4llm.core.errors import DataError
@@ -33,9 +33,33 @@ METADATA = frozenset((
 UNSEEN = "but only text is read here. Images are read with model.vision=frozen, in prompts and conversations."
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 
-THOUGHT_ENDS = "</think>"
+_SPACE = r"\s*"
+_THINK = r"(?:\w+:)?think(?:ing)?(?::\w+)?"
+_UNIQUE_MARKS = (
+    (rf"<({_THINK})>", r"</\1>"),
+    (r"\[THINK\]", r"\[/THINK\]"),
+    ("◁think▷", "◁/think▷"),
+    (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
+    (r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),
+    (r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),
+    (r"<\|open\|>think<\|sep\|>", r"<\|close\|>think<\|sep\|>"),
+)
+_SHARED_MARKS = (  # what ends these thoughts may also end other texts
+    (r"<(thought|reasoning)>", r"</\1>"),
+    (r"<\|channel>thought", r"<channel\|>"),
+    (r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>", r"<\|end\|>"),
+    (r"(?:<\|begin\|>assistant)?<\|think\|>", r"<\|end\|>"),
+    (r"(?:<\|start\|>assistant)? ?to=self<\|message\|>", r"<\|eom\|>"),
+)
+THOUGHT_MARKS = tuple((re.compile(_SPACE + begin), end) for begin, end in (*_UNIQUE_MARKS, *_SHARED_MARKS))
+"""What begins a thought and the pattern of what ends it, for all models with such marks."""
 CUT = "[... cut ...]"
 _MAX_QUOTED = 200
+_END = "|".join((rf"</{_THINK}>", r"\[BEGIN FINAL RESPONSE\]", *(end for _, end in _UNIQUE_MARKS[1:])))
+_ANSWER = re.compile(  # what begins an answer that has a mark
+    r"\s*(?:<\|(?:start|begin)\|>assistant)?(?:<\|channel\|>final<\|message\|>|<\|content\|>|<\|START_(?:TEXT|RESPONSE)\|>"
+    r"|<\|open\|>response<\|sep\|>|<\|begin_of_solution\|>)"
+)
 _LONGEST_PATH = 512
 _BASE64 = re.compile(r"[A-Za-z0-9+/=_\s-]+")
 _QUOTE = re.compile(r"(?<!\\)(?:\"|(?<!`)`(?!`)|(?<!\w)'|'(?!\w))")
@@ -386,21 +410,51 @@ def shortened(text: str, most: int, *, end: bool = False) -> str:
 def after_thinking(text: str) -> str:
     """Return the reply after its thoughts: "" if it begins with a thought that never ends.
 
-    Thoughts begin a reply, with ``<think>`` or, where the prompt opened them, without it. They end at the first
-    ``</think>`` outside quotes. A mark that a program, an argument or a sentence quotes is text like any other.
+    Thoughts begin a reply, with a mark such as ``<think>`` or, where the prompt opened them, without it. They end at the
+    first end outside quotes. A mark that a program, an argument or a sentence quotes is text like any other.
 
-    >>> after_thinking("<think>a</think> b"), after_thinking('say("</think>")'), after_thinking("<think>a")
+    >>> after_thinking("<think>a</think> b"), after_thinking('say("</think>")'), after_thinking("[THINK]a")
     (' b', 'say("</think>")', '')
     """
-    start = 0
+    return thought_and_answer(text)[1]
+
+
+def thought_and_answer(text: str) -> tuple[str, str]:
+    """Return the thoughts of a reply without their marks, and what follows them, see `after_thinking`."""
+    thoughts, at = [], 0
     for _ in range(_MAX_QUOTED):
-        found = text.find(THOUGHT_ENDS, start)
-        if found < 0:
+        marks = ((begin.match(text, at), end) for begin, end in THOUGHT_MARKS)
+        begun, end = next(((mark, mark.expand(end)) for mark, end in marks if mark), (None, _END))
+        if at and not begun:
             break
-        start = found + len(THOUGHT_ENDS)
-        if not _quoted(text, found, start):
-            return text[start:]
-    return "" if text.lstrip().startswith("<think>") else text
+        start = begun.end() if begun else 0
+        ends = islice(re.compile(end).finditer(text, start), _MAX_QUOTED)
+        closed = next((found for found in ends if not _quoted(text, *found.span())), None)
+        if not closed and begun:
+            return text[start:], ""
+        if not closed:
+            break
+        thoughts.append(text[start : closed.start()])
+        at = closed.end()
+    answer = _ANSWER.match(text, at)
+    return "\n".join(thoughts), text[answer.end() if answer else at :]
+
+
+def opened_thought(prompt: str) -> str:
+    """Return the mark of a thought at the end of a prompt, with the white space behind it; "" if there is none."""
+    marks = (
+        re.search(rf"(?:{begin.pattern.removeprefix(_SPACE)})\s*$", prompt) for begin, _ in THOUGHT_MARKS
+    )
+    return next((mark[0] for mark in marks if mark), "")
+
+
+def written_thought(thought: str, source: str = "") -> str:
+    """Return a thought between the marks that a chat template's source has, by default those of ``<think>``."""
+    marks = ((begin.search(source), end) for begin, end in THOUGHT_MARKS)
+    begin, end = next(
+        ((mark[0].strip(), mark.expand(end)) for mark, end in marks if mark), ("<think>", "</think>")
+    )
+    return begin + "\n" + thought + "\n" + end.replace("\\", "") + "\n\n"
 
 
 def _quoted(text: str, start: int, end: int) -> bool:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from rl4llm.core.errors import DataError, EnvError, TemplateError
-from rl4llm.core.message import THOUGHT_ENDS
+from rl4llm.core.message import after_thinking
 from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory
 from rl4llm.data.columns import TEMPLATE_ARGS, TOOLS
 from rl4llm.data.render import Renderer
@@ -181,7 +181,7 @@ def _kind(message: Mapping[str, Any]) -> tuple[Any, ...]:
         bool(content.strip()),
         bool(message.get("parts")),
         opening,
-        THOUGHT_ENDS in content,
+        after_thinking(content) != content,
         *given,
     )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, DataError, EnvError, TemplateError
 from rl4llm.core.images import Picture
-from rl4llm.core.message import UNSEEN
-from rl4llm.core.types import ChatMessage, TokenSpan
+from rl4llm.core.message import UNSEEN, after_thinking, opened_thought, thought_and_answer
+from rl4llm.core.types import ChatMessage, Completion, TokenSpan
 from rl4llm.data.columns import TEMPLATE_ARGS, TOOLS, columns_key, read_tools
 from rl4llm.data.messages import Frames, answering, roles_of, unusable
 from rl4llm.data.probe import alike, objection, opening_objection, showing, whole_prompt
@@ -115,8 +114,7 @@ class Renderer:
         roles = tuple(roles) if roles is not None else ("user", "tool") if tools else ("user",)
         self._open(roles)
         self._base = [*opening(self._systems[0]), ChatMessage("assistant", "")]
-        opened = re.search(r"<think>\s*$", self._template.generation_prompt(system=self._systems[0]))
-        self._opened = opened.group() if opened else ""
+        self._opened = opened_thought(self._template.generation_prompt(system=self._systems[0]))
         self.stop_token_ids = stop_token_ids(self._template, roles, self._ends_before_tools)
         # A follow-up has the same tokens after any answer, and follow-ups within a group are often equal.
         self._behind_any = lru_cache(_KEPT)(lambda template, new: self._behind(template, self._base, new))
@@ -232,6 +230,14 @@ class Renderer:
     def content(self, completion_text: str) -> str:
         """Return a completion as the content of its message, with the thought that the generation prompt opened."""
         return self._opened + completion_text
+
+    def reply(self, completion: Completion) -> ChatMessage:
+        """Return a completion as a message; a thought whose marks are special tokens, which texts lack, is `reasoning`."""
+        said, without = self._opened + self.decode(completion.token_ids), self._template.special.without
+        thought, answer = map(without, thought_and_answer(said))
+        if answer == after_thinking(without(said)):
+            return ChatMessage("assistant", self.content(completion.text))
+        return ChatMessage("assistant", answer, reasoning=thought)
 
     def completion_text(self, messages: Sequence[ChatMessage]) -> str:
         """Return the completion that gives the last of `messages`, without the end of turn: the inverse of `content`.

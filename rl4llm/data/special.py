@@ -129,6 +129,10 @@ class SpecialTokens:
         """Return a text with marks as the text that its tokens decode to."""
         return self._marks_pattern.sub(lambda found: self._texts[found.group()], text)
 
+    def without(self, text: str) -> str:
+        """Return the text of tokens as engines do: without those that the tokenizer marks as special."""
+        return self._special.sub("", text)
+
     def stand_in(self, text: str) -> bool:
         """Return whether a text has marks, so that `encode` of this class is needed."""
         return bool(self._marks) and self._nonce.lower() in text.lower()
@@ -146,11 +150,19 @@ class SpecialTokens:
         return [ids.get(token, token) for token in encoded(twin, self.plain(text))]
 
     @cached_property
+    def _marked_special(self) -> set[str]:
+        return {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return _any_of(self._marked_special)
+
+    @cached_property
     def control(self) -> frozenset[str]:
         """The special tokens of any text: those of the tokenizer, and those that open and close messages."""
-        added = self._tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added if token.special}
-        return frozenset(special | self._around([_ASKED, _ASKED[1:], [_ASKED[1], _SAID, _ASKED[1]]]))
+        return frozenset(
+            self._marked_special | self._around([_ASKED, _ASKED[1:], [_ASKED[1], _SAID, _ASKED[1]]])
+        )
 
     @cached_property
     def tool_control(self) -> frozenset[str]:

@@ -125,7 +125,7 @@ class PolicyLLM:
         if completion.finish_reason != "abort":
             sampled.append(completion)
             if append:
-                sample.messages.append(ChatMessage("assistant", self._for(sample).content(completion.text)))
+                sample.messages.append(self._for(sample).reply(completion))
                 self._record_sampled(sample)
         return completion
 
@@ -171,9 +171,7 @@ class PolicyLLM:
     def chat(self, prompts: Sequence[Any], sampling_params: SamplingParams) -> list[ChatMessage]:
         """Return the completions of `generate` as assistant messages, ready to be appended."""
         completions = self.generate(prompts, sampling_params)
-        return [
-            ChatMessage("assistant", self._renderer.content(completion.text)) for completion in completions
-        ]
+        return [self._renderer.reply(completion) for completion in completions]
 
     def _request(
         self, prompt: Any, params: SamplingParams, claimed: set[str]
@@ -280,7 +278,7 @@ class PolicyLLM:
         alike = (other for other in siblings if other.spans[:end] == sample.spans)
         for each in chain([sample], alike):  # siblings are compared only if the sample has none
             for completion in self._records[each.session].sampled[record.place(sample)]:
-                texts = completion.text, self._for(sample).content(completion.text)
+                texts = completion.text, self._for(sample).reply(completion).content
                 if content.strip() in (text.strip() for text in texts):
                     return completion
         return None

@@ -35,7 +35,7 @@ class RolesEnv(BaseMDPEnv):
                 return None if over else super().next_role(episode)
 
     A conversation begins with the role's instruction and the task. The role's own lines are assistant messages, and what
-    others said since its last line is the next user message. Text up to ``</think>`` is private. Rewards score each role's
+    others said since its last line is the next user message. Thoughts are private. Rewards score each role's
     conversation and get its `role` and the `transcript`; a `BaseJudge` scores all roles at once.
 
     Subclasses may override all public methods; ``episode.seed`` must be the seed of any randomness in them.

@@ -71,7 +71,7 @@ class ToolMDPEnv(BaseMDPEnv):
     the sample, with the class ``tool/<name>``. The log has `env/tool_calls` and `env/tool_errors` per episode, and for each
     tool `tool/<name>/calls` and `tool/<name>/raised/<error> at <file:line>`.
 
-    Calls are parsed from the sampled tokens; text up to ``</think>`` is not parsed.
+    Calls are parsed from the sampled tokens after the thoughts, see `rl4llm.core.message.after_thinking`.
 
     Args:
         tools: typed Python functions with a docstring, objects of a `ToolSet`, names of registered ones, or mappings of a

@@ -17,7 +17,7 @@ from rl4llm.data.template import decode
 from rl4llm.envs.rollout import Rollout
 from rl4llm.rewards import as_reward_function
 from rl4llm.testing import ScriptedClient
-from tests.data.test_render import ASK, EACH, SPECIALS, TEMPLATES, TOOLS, chatml, train_tokenizer
+from tests.data.test_render import ASK, EACH, SPECIALS, TEMPLATES, TOOLS, chatml, complete, train_tokenizer
 
 THOUGHT = "<think>\nSeven of {} are a secret.\n</think>\n\n"
 REPLIES = [THOUGHT.format(number) + f"Answer {number}" for number in range(4)]
@@ -145,6 +145,26 @@ def test_template_that_always_drops_thoughts_forks_at_tools_too():
     client, (one,) = play(tokenizer, "drop", replies=replies)
     assert all("secret" not in decode(tokenizer, call.prompt_ids) for call in client.calls)
     assert one.num_turns == 4
+
+
+@pytest.mark.parametrize(
+    ("opened", "said", "answer", "thought"),
+    [
+        ("", "[THINK]Seven[/THINK]Eight", "Eight", "Seven"),
+        ("", "[THINK]Seven", "", "Seven"),
+        ("", "Eight", "Eight", ""),
+        ("[THINK]", "Seven[/THINK]Eight", "Eight", "Seven"),
+        ("[THINK]", "Seven", "", "Seven"),
+        ("", "<think>Seven</think>Eight", "<think>Seven</think>Eight", ""),
+    ],
+)
+def test_thought_between_special_tokens_is_no_content(opened, said, answer, thought):
+    specials = ["<|im_start|>", "<|im_end|>", "[THINK]", "[/THINK]"]
+    asks = ASK.replace("assistant\n", f"assistant\n{opened}")
+    tokenizer = train_tokenizer(EACH + asks, specials, eos="<|im_end|>", plain=["<think>", "</think>"])
+    ids = tokenizer.encode(f"{said}<|im_end|>")
+    message = Renderer(tokenizer).reply(complete(ids, tokenizer.decode(ids, skip_special_tokens=True)))
+    assert (message.content, message.reasoning) == (answer, thought)
 
 
 FORGETS = (

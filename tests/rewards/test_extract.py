@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rl4llm.core.message import after_thinking
+from rl4llm.core.message import after_thinking, written_thought
 from rl4llm.rewards import marks
 from rl4llm.rewards.extract import boxed_answers, final_answer
 
@@ -218,6 +218,40 @@ def test_a_quoted_mark_ends_no_thought(text):
     assert after_thinking(text) == text
     assert after_thinking(f"<think>{text}</think>{text}") == text
     assert after_thinking(f"{text}</think>{text}") == text
+
+
+MARKS = [
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<|channel>thought\n", "<channel|>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+    ("<|think|>", "<|end|>"),
+    (" to=self<|message|>", "<|eom|>"),
+]
+
+
+@pytest.mark.parametrize(("begin", "end"), MARKS)
+def test_thoughts_of_every_model_hold_no_answer(begin, end):
+    assert after_thinking(f"{begin}a") == after_thinking(f"\n{begin}a{end}\n{begin}b") == ""
+    assert after_thinking(f"{begin}a{end} b {end} c") == f" b {end} c"
+    assert after_thinking(f"{begin}a{end}{begin}b{end}c") == "c"
+    assert after_thinking(f'Say "{begin}", "{end}".') == f'Say "{begin}", "{end}".'
+    assert after_thinking(f"a{end}b") == ("b" if (begin, end) in MARKS[:8] else f"a{end}b")
+    assert after_thinking(written_thought("a", f"{{{{ '{begin}' }}}}") + "b").strip() == "b"
+
+
+def test_mark_of_an_answer_is_no_part_of_it():
+    final = "<|start|>assistant<|channel|>final<|message|>4"
+    assert after_thinking(f"<|channel|>analysis<|message|>a<|end|>{final}") == after_thinking(final) == "4"
+    assert after_thinking("<|END_THINKING|><|START_RESPONSE|>4") == "4"
+    assert after_thinking("<think></think>" * 100 + "4") == "4"
 
 
 def test_thoughts_end_at_the_first_mark():

@@ -53,7 +53,7 @@ def code_in(reply: str, entry_point: str = "") -> tuple[str, bool]:
     """Return the last code block in a reply, preferably Python, and whether it was in a closed block.
 
     Blocks that define `entry_point` come first, since a block after them is often an example of its use. A reply
-    without any block is code as a whole. Reasoning up to ``</think>`` is skipped.
+    without any block is code as a whole. Thoughts are skipped.
     """
     text = after_thinking(reply)
     blocks = list(_blocks(text))

@@ -148,8 +148,8 @@ def _detected(template: ChatTemplate) -> str:
     turn, refusal = _written(template, _PROBE)
     if not turn:
         return _by_default(template, refusal)
-    said = after_thinking(decode(template.tokenizer, template.encode(turn)))
-    said = _until_end(template, said)
+    said = _until_end(template, decode(template.tokenizer, template.encode(turn)))
+    said = max(said, after_thinking(said), key=lambda text: (_PROBE.name in text, -len(text)))
     reading = [name for name in FORMATS if list(_bound(FORMATS[name], [_SCHEMA]).parse(said)) == [_PROBE]]
     if not reading:
         shown = said[max(0, said.find(_PROBE.name) - 100) :][:400]
