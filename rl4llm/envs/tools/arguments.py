@@ -22,14 +22,18 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 def objection(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the names, types and choices of arguments; None if nothing is wrong."""
-    properties = tool.parameters.get("properties") or {}
-    unknown = [name for name in arguments if name not in properties]
-    missing = [name for name in tool.parameters.get("required") or () if name not in arguments]
+    schema = tool.parameters
+    properties = schema.get("properties") or {}
+    # a schema that names its arguments allows others only if it says so: most tools would drop them in silence
+    others = schema.get("additionalProperties", "properties" not in schema)
+    is_closed = others is False and "patternProperties" not in schema
+    unknown = [name for name in arguments if is_closed and name not in properties]
+    missing = [name for name in schema.get("required") or () if name not in arguments]
     if unknown or missing:
         what = f"no argument {unknown[0][:50]!r}" if unknown else f"the argument {missing[0]!r} is missing"
         return f"{tool.name}: {what}; arguments: {', '.join(properties) or 'none'}"
     for name, value in arguments.items():
-        found = unmet(value, properties[name])
+        found = unmet(value, properties.get(name, others))
         if found is not None:
             inside = "" if found.value is value else f" holds {found.value!r:.50}, which"
             given = f", not {value!r:.50}" if found.value is value else ""

@@ -230,6 +230,9 @@ class _Session:
         server = self._mcp.stdio_client(self._server, errlog=self._errors.file) if stdio else self._server
         async with self._mcp.Client(server) as client:
             self._client = client
+            client.session.validate_tool_result = (
+                _accept  # the policy reads answers that do not fit their schema
+            )
             self._ready.set_result({tool.name: _schema(tool) for tool in await _listed(client)})
             await asyncio.Event().wait()
 
@@ -272,6 +275,10 @@ async def _listed(client: Any) -> list[Any]:
         page = await client.list_tools(cursor=page.next_cursor)
         tools += page.tools
     return tools
+
+
+async def _accept(name: str, result: Any) -> None:
+    """Accept the answer of a tool, also a text where its output schema asks for structured content."""
 
 
 def _schema(tool: Any) -> dict[str, Any]:

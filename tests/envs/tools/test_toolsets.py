@@ -64,6 +64,23 @@ def test_arguments_of_other_names_and_types_are_objected_to(arguments, said):
     assert objected is None if said is None else said in objected
 
 
+@pytest.mark.parametrize(
+    ("schema", "refused"),
+    [
+        ({}, []),
+        ({"additionalProperties": True}, []),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "string"}}, [1]),
+        ({"properties": {"a": {}}, "patternProperties": {"^b": {}}}, []),
+        ({"properties": {"a": {}}, "additionalProperties": False}, [1, "x"]),
+        ({"properties": {"a": {}}}, [1, "x"]),
+        ({"properties": {}}, [1, "x"]),
+    ],
+)
+def test_schema_tells_whether_further_arguments_are_allowed(schema, refused):
+    found = Tool({"name": "f", "parameters": {"type": "object", **schema}}, print)
+    assert [value for value in (1, "x") if objection(found, {"b": value})] == refused
+
+
 def test_arguments_inside_of_others_are_objected_to_too():
     @tool
     def book(

@@ -13,7 +13,9 @@ ARGUMENTS = {"type": "object", "properties": {"text": {"type": "string"}}, "requ
 TOOLS = [
     {"name": "remember", "description": "Keep a text, and return all that are kept.", "inputSchema": ARGUMENTS},
     {"name": "break", "description": "End the server, or sleep.", "inputSchema": ARGUMENTS},
+    {"name": "tell", "description": "Return a text.", "inputSchema": ARGUMENTS, "outputSchema": ARGUMENTS},
 ]  # fmt: skip
+TOLD = {"another": {"structuredContent": {"text": 1}}}
 kept = []
 
 
@@ -21,6 +23,8 @@ def called(name, text):
     """Return what a tool answers."""
     if name == "break":
         time.sleep(60) if text == "sleep" else os._exit(3)
+    if name == "tell":
+        return {"content": [{"type": "text", "text": text}], **TOLD.get(text, {})}
     kept.append(text)
     return {"content": [{"type": "text", "text": " ".join(kept)}]}
 

@@ -114,6 +114,15 @@ def test_an_answer_without_parts_is_its_structured_content(things):
     assert text_of(bare) == '{"width": "é"}'
 
 
+def test_text_is_read_where_a_schema_asks_for_more(tmp_path):
+    pytest.importorskip("mcp")
+    memory = MCP(command=[*MEMORY, str(tmp_path)])
+    try:
+        assert [call(memory, "tell", text=text) for text in ("a text", "another")] == ["a text", "another"]
+    finally:
+        memory.close()
+
+
 def test_mcp_http_server_offers_its_tools_and_schemas(things_url):
     things = MCP(url=things_url, only=["add", "fail"])
     assert sorted(things.tools) == ["add", "fail"]
