@@ -23,7 +23,7 @@ from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan
 from rl4llm.data.template import decode
 from rl4llm.envs.tools import ToolError, ToolSet, as_toolset, homes
 from rl4llm.envs.tools.arguments import objection
-from rl4llm.envs.tools.formats import FORMATS, CallFormat, ToolCall, call_format
+from rl4llm.envs.tools.formats import FORMATS, CallFormat, ToolCall, call_format, foreign_calls
 from rl4llm.envs.tools.opened import OpenedSet, tried
 from rl4llm.runtime.raised import kind_and_line, raised
 from rl4llm.runtime.threads import LateError, within
@@ -145,7 +145,8 @@ class ToolMDPEnv(BaseMDPEnv):
         return self.format.example
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
-        calls = list(self.format.parse(after_thinking(self._said(sample))))
+        said = after_thinking(self._said(sample))
+        calls = list(self.format.parse(said)) or foreign_calls(said, self.tools, self.format)
         counts = sample.extras.setdefault("metrics", {"tool_calls": 0, "tool_errors": 0})
         earlier = counts["tool_calls"]
         counts["tool_calls"] += len(calls)

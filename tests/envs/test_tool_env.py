@@ -283,6 +283,20 @@ def test_a_turn_and_an_episode_have_a_budget_of_calls(play, answers):
     assert told == ["1", "1", "1", used_up, used_up]
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>',
+        '[TOOL_CALLS]calculator[ARGS]{"expression": "1"}',
+        "<function=calculator><parameter=expression>1</parameter></function>",
+    ],
+)
+def test_call_in_the_form_of_another_model_is_an_error(answers, said):
+    (answer,) = answers(said)
+    assert answer.startswith("Error: the call is not in the form") and "<tool_call>" in answer
+    assert answers(said.replace("calculator", "abacus")) == []
+
+
 def test_what_is_called_in_a_thought_is_not_run(answers):
     thought = "<think>I could " + call("calculator", expression="1+1") + "</think>"
     assert answers(thought + call("calculator", expression="2+2")) == ["4"]

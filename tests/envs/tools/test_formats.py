@@ -4,11 +4,12 @@ import copy
 import json
 import re
 import time
+from itertools import product
 
 import pytest
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.envs.tools.formats import FORMATS, MAX_CALL_CHARS, ToolCall, call_format
+from rl4llm.envs.tools.formats import FORMATS, MAX_CALL_CHARS, ToolCall, call_format, foreign_calls
 
 TWO = [ToolCall("add", {"a": 1, "b": [2, {"c": "}"}]}), ToolCall("now", {})]
 DEEPSEEK_FENCED = (
@@ -29,7 +30,12 @@ NEW_FORMATS = [
         ' {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
     ),
     ("granite", f"<|tool_call|>[{', '.join(BOTH)}]<|end_of_text|>"),
+    ("granite", f"<tool_call> [{', '.join(BOTH)}]<|end_of_text|>"),
     ("gigachat", f"<|function_call|>{BOTH[0]}<|function_call|>{BOTH[1]}<|message_sep|>\n\n"),
+    (
+        "gigachat",
+        "".join(f"<|message_sep|>\n\nfunction call<|role_sep|>\n{one}" for one in BOTH),
+    ),
     ("json", f"I call {BOTH[0]} and then functools[{BOTH[1]}] now."),
     (
         "harmony",
@@ -99,7 +105,10 @@ NEW_FORMATS = [
         '~[<invoke name="now">~[</invoke>'.replace("~[", "]<]minimax[>["),
     ),
     ("lfm2", "<|tool_call_start|>[add(a=1, b=[2, {'c': \"}\"}]), now()]<|tool_call_end|><|im_end|>"),
+    ("lfm2", f"<|tool_call_start|>[{', '.join(BOTH)}]<|tool_call_end|><|im_end|>"),
     ("python", "[add(a=1, b=[2, {'c': \"}\"}]), now()]<|eot|>"),
+    ("python", "So. <|python_start|>[add(a=1, b=[2, {'c': \"}\"}]), now()]<|python_end|><|eot|>"),
+    ("python", "<function_calls>add(a=1, b=[2, {'c': \"}\"}])\nnow()</function_calls><|im_end|>"),
     ("python", "```tool_code\nadd(a=1, b=[2, {'c': \"}\"}])\nnow()\n```<end_of_turn>"),
 ]
 WRITTEN = [
@@ -121,6 +130,15 @@ WRITTEN = [
         "mistral",
         'So.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}"}]}, "id": "123456789"}, '
         '{"name": "now", "arguments": {}}]</s>',
+    ),
+    ("llama3", f"I call {BOTH[0]}; {BOTH[1]} now."),
+    ("llama3", f"```json\n[{', '.join(BOTH)}]\n```"),
+    ("llama3", f"<function=add>{ARGUMENTS}</function><function=now>{{}}</function>"),
+    ("mistral", f"So.[TOOL_CALLS]add{ARGUMENTS}[TOOL_CALLS]now{{}}</s>"),
+    (
+        "function",
+        f"<function=add>\n<parameter=a>\n1\n<parameter=b>{json.dumps([2, {'c': '}'}])}</parameter></function>"
+        "<function=now></function>",
     ),
     (
         "mistral",
@@ -363,9 +381,53 @@ def test_unclosed_call_is_reported(name, text):
     assert "not closed" in found(name, text)[0].problem
 
 
-def test_other_keys_and_quoted_arguments_are_taken():
-    quoted = json.dumps({"name": "add", "parameters": json.dumps({"a": 1})})
-    assert found("hermes", f"<tool_call>{quoted}</tool_call>") == [ToolCall("add", {"a": 1})]
+@pytest.mark.parametrize(
+    ("name", "key"),
+    product(("hermes", "json", "llama3"), ("arguments", "parameters", "args", "kwargs", "params", "input")),
+)
+def test_arguments_are_read_under_the_keys_of_others(name, key):
+    for value in ({"a": 1}, json.dumps({"a": 1})):
+        for call in (
+            {"name": "add", key: value},
+            {"function": "add", key: value},
+            {"function": {"name": "add"}, key: value},
+        ):
+            assert found(name, f"<tool_call>{json.dumps(call)}</tool_call>") == [ToolCall("add", {"a": 1})]
+
+
+def test_call_without_arguments_has_no_other_keys():
+    assert found("hermes", '<tool_call>{"type": "function", "name": "now", "id": "1"}</tool_call>') == [
+        ToolCall("now")
+    ]
+    (call,) = found("hermes", '<tool_call>{"name": "add", "a": 1}</tool_call>')
+    assert "'a'" in call.problem and not call.name
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3", '```json\n[{"name": "now", "parameters": {}}]\n```'),
+        ("llama3", "<function=now>{}</function>"),
+        ("json", 'functools[{"name": "now", "arguments": {}}]'),
+        ("function", "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"),
+        ("invoke", '<function_calls>\n<invoke name="now"></invoke>\n</function_calls>'),
+        ("granite", '<tool_call>[{"name": "now", "arguments": {}}]'),
+        ("gigachat", '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "now", "arguments": {}}'),
+        ("python", "<function_calls>now()</function_calls>"),
+    ],
+)
+def test_text_before_a_call_has_none_of_its_marks(name, text):
+    assert found(name, text) == [ToolCall("now")]
+    assert FORMATS[name].beside(f"<think>[1]</think> So: \n{text}") == "<think>[1]</think> So: \n"
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_call_in_the_form_of_another_model_is_noticed(name):
+    form = FORMATS["gemma" if name != "gemma" else "kimi"]
+    if not found("gemma" if name != "gemma" else "kimi", FORMATS[name].example):
+        (call,) = foreign_calls(FORMATS[name].example, ["f"], form)
+        assert form.example[:40] in call.problem
+    assert foreign_calls(FORMATS[name].example, ["g"], form) == []
 
 
 def test_calls_up_to_the_limit_of_their_length_are_read():

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -30,7 +30,15 @@ from rl4llm.data.template import ChatTemplate, decode, opening
 from rl4llm.envs.tools.formats.calls import MAX_CALL_CHARS, CallFormat, ToolCall, as_call, not_a_call
 from rl4llm.envs.tools.formats.typed import typed
 
-__all__ = ["FORMATS", "MAX_CALL_CHARS", "CallFormat", "ToolCall", "call_format", "written_call"]
+__all__ = [
+    "FORMATS",
+    "MAX_CALL_CHARS",
+    "CallFormat",
+    "ToolCall",
+    "call_format",
+    "foreign_calls",
+    "written_call",
+]
 
 FORMATS: Registry[CallFormat] = Registry(
     "env.format",
@@ -118,6 +126,14 @@ def call_format(
     return _bound(found, tools) if tools else found
 
 
+def foreign_calls(text: str, tools: Container[str], form: CallFormat) -> list[ToolCall]:
+    """Return a call that cannot be read if a turn without calls in one form has a call of one of `tools` in another."""
+    for name in FORMATS:
+        if any(call.name in tools for call in FORMATS[name].parse(text)):
+            return [ToolCall(problem=f"the call is not in the form that is read here: {form.example}"[:200])]
+    return []
+
+
 def written_call(template: ChatTemplate, call: ToolCall = _PROBE) -> str:
     """Return the turn of a template that makes one call, without the generation prompt; "" if it writes no calls."""
     return _written(template, call)[0]
@@ -157,7 +173,12 @@ def _detected(template: ChatTemplate) -> str:
             template,
             f"writes a call of {_PROBE.name} with {dict(_PROBE.arguments)} as {shown!r}, which no format reads back",
         )
-    return max(reading, key=lambda name: max((len(b) for b in FORMATS[name].begins if b in said), default=0))
+
+    def likeness(name: str) -> tuple[int, int]:
+        begin = max((len(begin) for begin in FORMATS[name].begins if begin in said), default=0)
+        return begin, sum(word in said for word in re.findall(r"\w{4,}", FORMATS[name].example))
+
+    return max(reading, key=likeness)
 
 
 def _until_end(template: ChatTemplate, said: str) -> str:

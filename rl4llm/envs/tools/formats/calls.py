@@ -11,7 +11,11 @@ from typing import Any
 MAX_CALL_CHARS = 100_000
 MAX_DEPTH = 100
 NAME = re.compile(r"[^\W\d][\w.:/-]{0,199}")
-_ARGUMENTS = ("arguments", "parameters")
+ARGUMENTS = ("arguments", "parameters", "args", "kwargs", "params", "input", "tool_input")
+_BESIDE_ARGUMENTS = ("name", "tool_name", "function", "type", "id", "index", "tool_call_id")
+_WRAPPER = re.compile(
+    r"(?:(?:```\w*|\[|functools|<[^<>/\s]{0,40}(?:call|tool|function|action|message_sep)[^<>/\s]{0,40}>)\s*)+\Z"
+)
 _DECODER = json.JSONDecoder()
 _ID = re.compile(r"[\w.:/-]{1,200}")
 _SPACE = re.compile(r"\s*")
@@ -52,9 +56,12 @@ class CallFormat:
     begins: tuple[str, ...] = ()
 
     def beside(self, text: str) -> str:
-        """Return the text of a turn before its calls; all of it if no beginning is found."""
-        places = [place for place in map(text.find, self.begins) if place >= 0]
-        return text[: min(places)] if places else text
+        """Return the text of a turn before its calls and what wraps them; all of it if no beginning is found."""
+        places = {begin: place for begin in self.begins if (place := text.find(begin)) >= 0}
+        marks = [
+            place for begin, place in places.items() if len(begin) > 2
+        ] or places.values()  # { and [ are in any text
+        return _WRAPPER.sub("", text[: min(marks)]) if places else text
 
     def stop(self, max_calls: int) -> str:
         """Return the text at which generation may stop for at most `max_calls` calls per turn; "" for none."""
@@ -75,18 +82,21 @@ def as_call(value: Any, key: str = "arguments") -> ToolCall:
 
     Raises ValueError for anything that is not a call.
     """
-    outer = value
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
-        value = value["function"]
-    name = (value.get("name") or value.get("tool_name")) if isinstance(value, dict) else None
-    if not isinstance(name, str) or not name:
+        value = {**value, **value["function"]}
+    names = [value.get(each) for each in ("name", "tool_name", "function")] if isinstance(value, dict) else []
+    name = next((each for each in names if each and isinstance(each, str)), None)
+    if name is None:
         raise ValueError(f'a call must be {{"name": ..., "{key}": {{...}}}}')
-    arguments: Any = next((value[other] for other in (key, *_ARGUMENTS) if other in value), {})
+    under = next((other for other in (key, *ARGUMENTS) if other in value), None)
+    if under is None and (others := [other for other in value if other not in _BESIDE_ARGUMENTS]):
+        raise ValueError(f"arguments belong under {key!r}, not {others[0][:50]!r}")
+    arguments: Any = value[under] if under else {}
     if isinstance(arguments, str):
         arguments = loaded(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be an object")
-    return replace(checked(name, arguments), id=written_id(outer.get("id") or value.get("id")))
+    return replace(checked(name, arguments), id=written_id(value.get("id")))
 
 
 def written_id(value: Any) -> str:

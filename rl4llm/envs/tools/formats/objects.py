@@ -9,26 +9,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl4llm.envs.tools.formats.calls import (
+    ARGUMENTS,
     NAME,
     CallFormat,
     ToolCall,
     as_call,
     bodies,
-    first,
     not_a_call,
     not_closed,
     read,
     values,
     written_id,
 )
+from rl4llm.envs.tools.formats.tagged import FUNCTION
 
 _PYTHON_TAG = "<|python_tag|>"
 _MISTRAL = re.compile(
-    r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[{]{1,200})\s*(?:\[CALL_ID\](?P<id>[^\[]{0,200}))?\[ARGS\])?"
+    r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[{]{1,200})\s*(?:\[CALL_ID\](?P<id>[^\[]{0,200}))?(?:\[ARGS\]|(?={)))?"
 )
 _MISTRAL_ID = re.compile("[a-zA-Z0-9]{9}")  # the templates refuse any other
 _KEYS = re.compile('"(parameters|arguments)"')
-_OBJECT = re.compile(r'\{\s*"(?:name|tool_name|function|type|id)"\s*:')
+_OBJECT = re.compile(r'\{\s*"(?:name|tool_name|function|type|id|parameters|arguments)"\s*:')
 _QUOTE = '<|"|>'
 _BARE_KEY = re.compile(r'([{,]\s*)([^\s"{}\[\],:][^"{}\[\],:]{0,199}):')
 _BARE_WORD = re.compile(r"([:,\[]\s*)(None|True|False)(?=\s*[,}\]])")
@@ -37,7 +38,7 @@ _WORDS = {"None": "null", "True": "true", "False": "false"}
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Objects with a name and arguments between two marks: one, several, or a list.
+    """Objects with a name and arguments between two marks, the first a pattern: one, several, or a list.
 
     Without an `end`, the first value behind each mark counts. With `keyed`, a call is ``{"f": {...}}``. Marks within the
     texts of a value are no marks.
@@ -48,7 +49,7 @@ class JsonCalls:
     keyed: bool = False
 
     def __call__(self, text: str) -> Iterator[ToolCall]:
-        for body, _ in bodies(text, re.compile(re.escape(self.begin)), self.end):
+        for body, _ in bodies(text, re.compile(self.begin), self.end):
             if body is None:
                 yield not_closed(self.end)
                 continue
@@ -87,16 +88,10 @@ class NamedCalls:
 
 
 def _llama3(text: str) -> Iterator[ToolCall]:
-    before, tag, behind = text.partition(_PYTHON_TAG)
-    rest = (behind if tag else before).strip()
-    if tag and not rest.startswith("{"):
-        yield ToolCall(problem='a call must be {"name": ..., "parameters": {...}}')
-    elif not tag and not ('"name"' in rest and _KEYS.search(rest)):
-        return  # an answer, which may be JSON as well
-    while rest.startswith("{"):
-        one = first(rest)
-        yield read(one, "parameters")
-        rest = rest[len(one) :].lstrip(" ;,\n").removeprefix(_PYTHON_TAG)
+    calls = list(_anywhere(text)) or list(FUNCTION.parse(text))
+    if not calls and _PYTHON_TAG in text:
+        calls = [ToolCall(problem='a call must be {"name": ..., "parameters": {...}}')]
+    yield from calls
 
 
 def _mistral(text: str) -> Iterator[ToolCall]:
@@ -143,13 +138,15 @@ def _anywhere(text: str) -> Iterator[ToolCall]:
             if _KEYS.search(text, head.start()):
                 yield not_a_call(error)
             return
-        inner = value["function"] if isinstance(value.get("function"), dict) else value
-        if "arguments" in inner or "parameters" in inner:
+        keys = {*value, *(value["function"] if isinstance(value.get("function"), dict) else ())}
+        if keys & {"name", "tool_name", "function"} and not keys.isdisjoint(ARGUMENTS):
             yield read(text[head.start() : end])
 
 
 def _between(begin: str, end: str, inside: str, *, keyed: bool = False) -> CallFormat:
-    return CallFormat(JsonCalls(begin, end, keyed), f"{begin}{inside}{end}", ends_calls=end, begins=(begin,))
+    return CallFormat(
+        JsonCalls(re.escape(begin), end, keyed), f"{begin}{inside}{end}", ends_calls=end, begins=(begin,)
+    )
 
 
 _CALL, _COHERE_CALL = '{"name": "f", "arguments": {"x": "1"}}', '{"tool_name": "f", "parameters": {"x": "1"}}'
@@ -159,7 +156,9 @@ HERMES = CallFormat(
     ends_call="</tool_call>",
     begins=("<tool_call>",),
 )
-LLAMA3 = CallFormat(_llama3, '{"name": "f", "parameters": {"x": "1"}}', begins=(_PYTHON_TAG, '{"name"', "{"))
+LLAMA3 = CallFormat(
+    _llama3, '{"name": "f", "parameters": {"x": "1"}}', begins=(_PYTHON_TAG, "<function=", '{"name"', "{")
+)
 MISTRAL = CallFormat(_mistral, f"[TOOL_CALLS][{_CALL}]", begins=("[TOOL_CALLS]", "[{"))
 DEEPSEEK = CallFormat(
     NamedCalls(
@@ -221,12 +220,18 @@ GEMMA = CallFormat(
     ends_call="<tool_call|>",
     begins=("<|tool_call>",),
 )
-GRANITE = CallFormat(JsonCalls("<|tool_call|>"), f"<|tool_call|>[{_CALL}]", begins=("<|tool_call|>",))
+GRANITE = CallFormat(
+    JsonCalls(r"<(\|?)tool_call\1>"),
+    f"<|tool_call|>[{_CALL}]",
+    begins=("<|tool_call|>", "<tool_call>[", "<tool_call> ["),
+)
 GIGACHAT = CallFormat(
-    JsonCalls("<|function_call|>"), f"<|function_call|>{_CALL}", begins=("<|function_call|>",)
+    JsonCalls(r"<\|function_call\|>|function call<\|role_sep\|>"),
+    f"<|function_call|>{_CALL}",
+    begins=("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>", "function call<|role_sep|>"),
 )
 TOOL_CALLS = _between("<tool_calls>", "</tool_calls>", f"[{_CALL}]")
 NEMOTRON = _between("<TOOLCALL>", "</TOOLCALL>", f"[{_CALL}]")
 COHERE = _between("<|START_ACTION|>", "<|END_ACTION|>", f"[{_COHERE_CALL}]")
 APERTUS = _between("<|tools_prefix|>", "<|tools_suffix|>", '[{"f": {"x": "1"}}]', keyed=True)
-JSON = CallFormat(_anywhere, f"{_CALL}", begins=("{",))
+JSON = CallFormat(_anywhere, f"{_CALL}", begins=('{"name"', "{"))

@@ -19,6 +19,7 @@ from rl4llm.envs.tools.formats.calls import (
     not_closed,
     space_end,
 )
+from rl4llm.envs.tools.formats.objects import JsonCalls
 
 _WORDS: Mapping[str, Any] = {
     "true": True,
@@ -33,14 +34,15 @@ _TOKEN = re.compile(
     r"""|(?P<name>[^\W\d][\w.]*)|(?P<mark>[\[\](){}:,=])""",
     re.DOTALL,
 )
-_FENCE = re.compile(r"```(?:tool_code|python)\s*\n")
+_MARK = re.compile(r"```tool_code\s*\n|\A\s*```python\s*\n|<\|python_start\|>|<function_calls>")
+_MARK_END = re.compile(r"```|<\|python_end\|>|</function_calls>")
 _BEGINS = re.compile(r"\[?\s*[^\W\d][\w.]{0,199}\(")
 _SPECIAL_TOKENS = re.compile(r"(?:\s*<[^<>\s]{1,60}>)*\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """Calls with named arguments, alone or in a list, between two marks; with no marks, those that are the whole turn."""
+    """Calls with named arguments, alone or in a list, or JSON, between two marks; with no marks, those of the whole turn."""
 
     begin: str = ""
     end: str = ""
@@ -54,18 +56,21 @@ class PythonCalls:
             yield from self._each(body) if end else [not_closed(self.end)]
 
     def _whole(self, text: str) -> Iterator[ToolCall]:
-        fenced = _FENCE.match(text)
-        if fenced:
-            text = text[fenced.end() :].partition("```")[0].strip()
+        mark = _MARK.search(text)
+        if mark:
+            text = _MARK_END.split(text[mark.end() :], maxsplit=1)[0].strip()
         if not _BEGINS.match(text):
             return
         end = 1 + text.rfind("]" if text[0] == "[" else ")")
         if _SPECIAL_TOKENS.fullmatch(text, end):
             yield from self._each(text[:end])
-        elif text[0] == "[" or fenced:
+        elif text[0] == "[" or mark:
             yield ToolCall(problem=f"the call cannot be read: unexpected {text[end : end + 40]!r}")
 
     def _each(self, body: str) -> Iterator[ToolCall]:
+        if body.lstrip("[ \t\r\n").startswith("{"):
+            yield from JsonCalls("").each(body)
+            return
         try:
             check_length(body)
             yield from _Reader(body).calls()
@@ -179,4 +184,8 @@ LFM2 = CallFormat(
     ends_calls="<|tool_call_end|>",
     begins=("<|tool_call_start|>",),
 )
-PYTHON = CallFormat(PythonCalls(), '[f(x="1")]', begins=("```tool_code", "```python", "["))
+PYTHON = CallFormat(
+    PythonCalls(),
+    '[f(x="1")]',
+    begins=("```tool_code", "```python", "<|python_start|>", "<function_calls>", "["),
+)

@@ -82,6 +82,9 @@ class TaggedCalls:
             start = head.end() + len(_CDATA) * quoted
             close = f"]]>{end}" if quoted else end
             place = body.find(close, start)
+            following = None if quoted or self.nested else self.argument.search(body, start)
+            if following and (place < 0 or following.start() < place):  # the mark that ends it is missing
+                place, close = following.start(), ""
             if place < 0:
                 raise ValueError(f"the argument {head['key']!r} is not closed by {end}")
             yield head["key"], self._value(head.groupdict().get("type"), body[start:place], depth)
