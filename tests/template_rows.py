@@ -10,7 +10,6 @@ from typing import Any
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import EngineError, RL4LLMError, TemplateError
 from rl4llm.core.images import ImagePlace
-from rl4llm.core.message import written_thought
 from rl4llm.core.sample import SampleState
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, Trajectory, WeightRef
 from rl4llm.data.demonstrations import demonstration
@@ -291,8 +290,7 @@ def _loosely(template: ChatTemplate, text: str) -> str:
 
 
 def _thoughts(template: ChatTemplate) -> str:
-    source = template.tokenizer.get_chat_template(tools=template.tools)
-    answer = ChatMessage("assistant", written_thought(_THOUGHT, source) + "It is 85.")
+    answer = ChatMessage("assistant", f"<think>\n{_THOUGHT}\n</think>\n\nIt is 85.")
     try:
         text = template.text([_QUESTION, answer, ChatMessage("user", "Sure?")])
     except TemplateError:

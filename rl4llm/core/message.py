@@ -33,7 +33,6 @@ METADATA = frozenset((
 UNSEEN = "but only text is read here. Images are read with model.vision=frozen, in prompts and conversations."
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
 
-_SPACE = r"\s*"
 _THINK = r"(?:\w+:)?think(?:ing)?(?::\w+)?"
 _UNIQUE_MARKS = (
     (rf"<({_THINK})>", r"</\1>"),
@@ -51,7 +50,7 @@ _SHARED_MARKS = (  # what ends these thoughts may also end other texts
     (r"(?:<\|begin\|>assistant)?<\|think\|>", r"<\|end\|>"),
     (r"(?:<\|start\|>assistant)? ?to=self<\|message\|>", r"<\|eom\|>"),
 )
-THOUGHT_MARKS = tuple((re.compile(_SPACE + begin), end) for begin, end in (*_UNIQUE_MARKS, *_SHARED_MARKS))
+THOUGHT_MARKS = tuple((re.compile(begin), end) for begin, end in (*_UNIQUE_MARKS, *_SHARED_MARKS))
 """What begins a thought and the pattern of what ends it, for all models with such marks."""
 CUT = "[... cut ...]"
 _MAX_QUOTED = 200
@@ -423,11 +422,12 @@ def thought_and_answer(text: str) -> tuple[str, str]:
     """Return the thoughts of a reply without their marks, and what follows them, see `after_thinking`."""
     thoughts, at = [], 0
     for _ in range(_MAX_QUOTED):
-        marks = ((begin.match(text, at), end) for begin, end in THOUGHT_MARKS)
+        start = len(text) - len(text[at:].lstrip())
+        marks = ((begin.match(text, start), end) for begin, end in THOUGHT_MARKS)
         begun, end = next(((mark, mark.expand(end)) for mark, end in marks if mark), (None, _END))
         if at and not begun:
             break
-        start = begun.end() if begun else 0
+        start = begun.end() if begun else at
         ends = islice(re.compile(end).finditer(text, start), _MAX_QUOTED)
         closed = next((found for found in ends if not _quoted(text, *found.span())), None)
         if not closed and begun:
@@ -442,19 +442,8 @@ def thought_and_answer(text: str) -> tuple[str, str]:
 
 def opened_thought(prompt: str) -> str:
     """Return the mark of a thought at the end of a prompt, with the white space behind it; "" if there is none."""
-    marks = (
-        re.search(rf"(?:{begin.pattern.removeprefix(_SPACE)})\s*$", prompt) for begin, _ in THOUGHT_MARKS
-    )
+    marks = (re.search(rf"(?:{begin.pattern})\s*$", prompt) for begin, _ in THOUGHT_MARKS)
     return next((mark[0] for mark in marks if mark), "")
-
-
-def written_thought(thought: str, source: str = "") -> str:
-    """Return a thought between the marks that a chat template's source has, by default those of ``<think>``."""
-    marks = ((begin.search(source), end) for begin, end in THOUGHT_MARKS)
-    begin, end = next(
-        ((mark[0].strip(), mark.expand(end)) for mark, end in marks if mark), ("<think>", "</think>")
-    )
-    return begin + "\n" + thought + "\n" + end.replace("\\", "") + "\n\n"
 
 
 def _quoted(text: str, start: int, end: int) -> bool:

@@ -173,17 +173,10 @@ def by_form(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[l
 
 
 def _kind(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    content = message["content"]
-    opening = content.lstrip()[:8] if content.lstrip().startswith("<") else ""  # such as <think>
-    given = tuple(bool(message.get(key)) for key in ("tool_calls", "reasoning_content"))
-    return (
-        message["role"],
-        bool(content.strip()),
-        bool(message.get("parts")),
-        opening,
-        after_thinking(content) != content,
-        *given,
-    )
+    content = message["content"].strip()
+    opening = content[:8] if content.startswith("<") else ""  # such as <think>
+    given = (bool(message.get(key)) for key in ("parts", "tool_calls", "reasoning_content"))
+    return (message["role"], bool(content), opening, after_thinking(content) != content, *given)
 
 
 def as_row(episode: Trajectory) -> dict[str, Any]:

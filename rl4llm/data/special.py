@@ -17,7 +17,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
@@ -129,9 +129,10 @@ class SpecialTokens:
         """Return a text with marks as the text that its tokens decode to."""
         return self._marks_pattern.sub(lambda found: self._texts[found.group()], text)
 
-    def without(self, text: str) -> str:
-        """Return the text of tokens as engines do: without those that the tokenizer marks as special."""
-        return self._special.sub("", text)
+    @cached_property
+    def without(self) -> Callable[[str], str]:
+        """Leaves out of a text what engines do: the tokens that the tokenizer marks as special."""
+        return partial(_any_of(self._special).sub, "")
 
     def stand_in(self, text: str) -> bool:
         """Return whether a text has marks, so that `encode` of this class is needed."""
@@ -149,20 +150,14 @@ class SpecialTokens:
         text = self._patterns["tool"].sub(lambda found: names[found.group()], text)
         return [ids.get(token, token) for token in encoded(twin, self.plain(text))]
 
-    @cached_property
-    def _marked_special(self) -> set[str]:
+    @property
+    def _special(self) -> set[str]:
         return {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        return _any_of(self._marked_special)
 
     @cached_property
     def control(self) -> frozenset[str]:
         """The special tokens of any text: those of the tokenizer, and those that open and close messages."""
-        return frozenset(
-            self._marked_special | self._around([_ASKED, _ASKED[1:], [_ASKED[1], _SAID, _ASKED[1]]])
-        )
+        return frozenset(self._special | self._around([_ASKED, _ASKED[1:], [_ASKED[1], _SAID, _ASKED[1]]]))
 
     @cached_property
     def tool_control(self) -> frozenset[str]:

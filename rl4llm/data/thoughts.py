@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rl4llm.core.errors import ConfigError, TemplateError
-from rl4llm.core.message import written_thought
 from rl4llm.core.types import ChatMessage, TokenSpan
 from rl4llm.data.template import ChatTemplate, opening
 
@@ -26,9 +25,8 @@ def drops_thoughts(template: ChatTemplate, role: str) -> bool:
     """Return whether the template drops the thought of a turn once a message of this role follows it."""
     if template.calls:  # it renders none of what the policy wrote there
         return False
-    source = template.tokenizer.get_chat_template(tools=template.tools)
     turn = [
-        ChatMessage("assistant", written_thought(_THOUGHT, source) + "ProbeAnswer"),
+        ChatMessage("assistant", f"<think>\n{_THOUGHT}\n</think>\n\nProbeAnswer"),
         ChatMessage(role, "ProbeReply"),
     ]
     for system in (False, True):

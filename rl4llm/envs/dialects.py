@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl4llm.core.message import after_thinking
 from rl4llm.core.types import Completion
 from rl4llm.data.render import Renderer
+from rl4llm.data.template import decode
 from rl4llm.envs.chat_completions import write_call
 from rl4llm.envs.tools.formats import CallFormat, ToolCall, call_format
 from rl4llm.envs.wire import Answer, Asked, dumps
@@ -40,7 +41,7 @@ class Dialect:
         call_ids: Iterator[int],
     ) -> Answer:
         """Return the answer to a request, with the name in its id; `call_ids` has a number for each tool call."""
-        said, stop = _cut(self._decoded(completion.token_ids), stops)
+        said, stop = _cut(decode(self.tokenizer, completion.token_ids), stops)
         calls = self._calls(said) if asked.may_call else []
         text = self.calls.beside(said) if self.calls and calls else completion.text
         return Answer(
@@ -53,7 +54,7 @@ class Dialect:
             ),
             completion=completion,
             prompt_tokens=prompt_tokens,
-            token_texts=tuple(self._decoded([token]) for token in completion.token_ids)
+            token_texts=tuple(decode(self.tokenizer, [token]) for token in completion.token_ids)
             if asked.logprobs
             else None,
             stopped_at=stop if stop in asked.stop else None,
@@ -63,13 +64,6 @@ class Dialect:
         """Parse the tool calls; return [] if one is invalid, so that the agent receives the whole text."""
         calls = list(self.calls.parse(after_thinking(said))) if self.calls else []
         return [] if any(call.problem or not _in_json(call) for call in calls) else calls
-
-    def _decoded(self, token_ids: Sequence[int]) -> str:
-        return str(
-            self.tokenizer.decode(
-                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
 
 
 class Dialects:

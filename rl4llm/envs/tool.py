@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
@@ -19,11 +20,11 @@ from rl4llm.core.errors import EnvError
 from rl4llm.core.images import Picture
 from rl4llm.core.message import after_thinking, shortened
 from rl4llm.core.schema import Count, Positive, checked
-from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan
+from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.data.template import decode
 from rl4llm.envs.tools import ToolError, ToolSet, as_toolset, homes
 from rl4llm.envs.tools.arguments import objection
-from rl4llm.envs.tools.formats import FORMATS, CallFormat, ToolCall, call_format, foreign_calls
+from rl4llm.envs.tools.formats import FORMATS, CallFormat, ToolCall, call_format, stray_calls
 from rl4llm.envs.tools.opened import OpenedSet, tried
 from rl4llm.runtime.raised import kind_and_line, raised
 from rl4llm.runtime.threads import LateError, within
@@ -146,7 +147,7 @@ class ToolMDPEnv(BaseMDPEnv):
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
         said = after_thinking(self._said(sample))
-        calls = list(self.format.parse(said)) or foreign_calls(said, self.tools, self.format)
+        calls = list(self.format.parse(said)) or stray_calls(said, self.tools, self.format)
         counts = sample.extras.setdefault("metrics", {"tool_calls": 0, "tool_errors": 0})
         earlier = counts["tool_calls"]
         counts["tool_calls"] += len(calls)
@@ -207,12 +208,8 @@ class ToolMDPEnv(BaseMDPEnv):
 
     def _said(self, sample: SampleState) -> str:
         """Return the policy's last turn with its special tokens, which some formats use."""
-        spans: list[TokenSpan] = []
-        for span in reversed(sample.spans):
-            if span.author != "policy":
-                break
-            spans.insert(0, span)
-        token_ids = [token for span in spans for token in span.token_ids]
+        last = takewhile(lambda span: span.author == "policy", reversed(sample.spans))
+        token_ids = [token for span in [*last][::-1] for token in span.token_ids]
         if not token_ids:  # a custom loop that records turns later
             return sample.last_message.content
         return decode(self.tokenizer, token_ids)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rl4llm.core.message import after_thinking, written_thought
+from rl4llm.core.message import after_thinking
 from rl4llm.rewards import marks
 from rl4llm.rewards.extract import boxed_answers, final_answer
 
@@ -244,7 +244,6 @@ def test_thoughts_of_every_model_hold_no_answer(begin, end):
     assert after_thinking(f"{begin}a{end}{begin}b{end}c") == "c"
     assert after_thinking(f'Say "{begin}", "{end}".') == f'Say "{begin}", "{end}".'
     assert after_thinking(f"a{end}b") == ("b" if (begin, end) in MARKS[:8] else f"a{end}b")
-    assert after_thinking(written_thought("a", f"{{{{ '{begin}' }}}}") + "b").strip() == "b"
 
 
 def test_mark_of_an_answer_is_no_part_of_it():

@@ -26,8 +26,8 @@ def objection(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     properties = schema.get("properties") or {}
     # a schema that names its arguments allows others only if it says so: most tools would drop them in silence
     others = schema.get("additionalProperties", "properties" not in schema)
-    is_closed = others is False and "patternProperties" not in schema
-    unknown = [name for name in arguments if is_closed and name not in properties]
+    closed = others is False and "patternProperties" not in schema
+    unknown = [name for name in arguments if closed and name not in properties]
     missing = [name for name in schema.get("required") or () if name not in arguments]
     if unknown or missing:
         what = f"no argument {unknown[0][:50]!r}" if unknown else f"the argument {missing[0]!r} is missing"

@@ -124,7 +124,7 @@ class EngineOpponent(BaseOpponent):
         completion = await self.client.generate(prompt_ids, sampling_params.replace(stop_token_ids=stops))
         if completion.finish_reason == "abort":
             raise EngineError("the opponent's engine aborted a line")
-        return self.renderer.content(completion.text)
+        return self.renderer.reply(completion).content
 
     async def disconnect(self) -> None:
         await self.client.disconnect()

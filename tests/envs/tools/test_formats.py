@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.envs.tools.formats import FORMATS, MAX_CALL_CHARS, ToolCall, call_format, foreign_calls
+from rl4llm.envs.tools.formats import FORMATS, MAX_CALL_CHARS, ToolCall, call_format, stray_calls
 
 TWO = [ToolCall("add", {"a": 1, "b": [2, {"c": "}"}]}), ToolCall("now", {})]
 DEEPSEEK_FENCED = (
@@ -425,9 +425,9 @@ def test_text_before_a_call_has_none_of_its_marks(name, text):
 def test_call_in_the_form_of_another_model_is_noticed(name):
     form = FORMATS["gemma" if name != "gemma" else "kimi"]
     if not found("gemma" if name != "gemma" else "kimi", FORMATS[name].example):
-        (call,) = foreign_calls(FORMATS[name].example, ["f"], form)
+        (call,) = stray_calls(FORMATS[name].example, ["f"], form)
         assert form.example[:40] in call.problem
-    assert foreign_calls(FORMATS[name].example, ["g"], form) == []
+    assert stray_calls(FORMATS[name].example, ["g"], form) == []
 
 
 def test_calls_up_to_the_limit_of_their_length_are_read():

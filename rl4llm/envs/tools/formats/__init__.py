@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -36,7 +37,7 @@ __all__ = [
     "CallFormat",
     "ToolCall",
     "call_format",
-    "foreign_calls",
+    "stray_calls",
     "written_call",
 ]
 
@@ -126,11 +127,11 @@ def call_format(
     return _bound(found, tools) if tools else found
 
 
-def foreign_calls(text: str, tools: Container[str], form: CallFormat) -> list[ToolCall]:
-    """Return a call that cannot be read if a turn without calls in one form has a call of one of `tools` in another."""
-    for name in FORMATS:
-        if any(call.name in tools for call in FORMATS[name].parse(text)):
-            return [ToolCall(problem=f"the call is not in the form that is read here: {form.example}"[:200])]
+def stray_calls(text: str, tools: Iterable[str], form: CallFormat) -> list[ToolCall]:
+    """Return a call that cannot be read if a turn without calls in a form has one of a tool in another model's form."""
+    called = {name for name in tools if name in text}
+    if called and any(call.name in called for name in FORMATS for call in FORMATS[name].parse(text)):
+        return [ToolCall(problem=f"the call is not in the form that is read here: {form.example}"[:200])]
     return []
 
 
@@ -164,7 +165,11 @@ def _detected(template: ChatTemplate) -> str:
     turn, refusal = _written(template, _PROBE)
     if not turn:
         return _by_default(template, refusal)
-    said = _until_end(template, decode(template.tokenizer, template.encode(turn)))
+    said = decode(template.tokenizer, template.encode(turn))
+    with suppress(
+        TemplateError
+    ):  # the renderer tells that no token ends a turn; no model samples what is behind it
+        said = said.partition(template.end.token)[0]
     said = max(said, after_thinking(said), key=lambda text: (_PROBE.name in text, -len(text)))
     reading = [name for name in FORMATS if list(_bound(FORMATS[name], [_SCHEMA]).parse(said)) == [_PROBE]]
     if not reading:
@@ -179,14 +184,6 @@ def _detected(template: ChatTemplate) -> str:
         return begin, sum(word in said for word in re.findall(r"\w{4,}", FORMATS[name].example))
 
     return max(reading, key=likeness)
-
-
-def _until_end(template: ChatTemplate, said: str) -> str:
-    """Return a turn up to the token that ends it: what a template writes behind that token, no model samples."""
-    try:
-        return said.partition(template.end.token)[0]
-    except TemplateError:  # the renderer tells that no token ends a turn
-        return said
 
 
 def _by_default(template: ChatTemplate, refusal: str) -> str:

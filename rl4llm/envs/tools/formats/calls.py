@@ -58,10 +58,8 @@ class CallFormat:
     def beside(self, text: str) -> str:
         """Return the text of a turn before its calls and what wraps them; all of it if no beginning is found."""
         places = {begin: place for begin in self.begins if (place := text.find(begin)) >= 0}
-        marks = [
-            place for begin, place in places.items() if len(begin) > 2
-        ] or places.values()  # { and [ are in any text
-        return _WRAPPER.sub("", text[: min(marks)]) if places else text
+        marks = {begin for begin in places if len(begin) > 2} or places  # any text may have { and [
+        return _WRAPPER.sub("", text[: min(places[begin] for begin in marks)]) if places else text
 
     def stop(self, max_calls: int) -> str:
         """Return the text at which generation may stop for at most `max_calls` calls per turn; "" for none."""

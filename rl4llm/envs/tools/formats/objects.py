@@ -156,9 +156,7 @@ HERMES = CallFormat(
     ends_call="</tool_call>",
     begins=("<tool_call>",),
 )
-LLAMA3 = CallFormat(
-    _llama3, '{"name": "f", "parameters": {"x": "1"}}', begins=(_PYTHON_TAG, "<function=", '{"name"', "{")
-)
+LLAMA3 = CallFormat(_llama3, '{"name": "f", "parameters": {"x": "1"}}', begins=(_PYTHON_TAG, '{"name"', "{"))
 MISTRAL = CallFormat(_mistral, f"[TOOL_CALLS][{_CALL}]", begins=("[TOOL_CALLS]", "[{"))
 DEEPSEEK = CallFormat(
     NamedCalls(
@@ -221,14 +219,12 @@ GEMMA = CallFormat(
     begins=("<|tool_call>",),
 )
 GRANITE = CallFormat(
-    JsonCalls(r"<(\|?)tool_call\1>"),
-    f"<|tool_call|>[{_CALL}]",
-    begins=("<|tool_call|>", "<tool_call>[", "<tool_call> ["),
+    JsonCalls(r"<(\|?)tool_call\1>"), f"<|tool_call|>[{_CALL}]", begins=("<|tool_call|>", "[{")
 )
 GIGACHAT = CallFormat(
     JsonCalls(r"<\|function_call\|>|function call<\|role_sep\|>"),
     f"<|function_call|>{_CALL}",
-    begins=("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>", "function call<|role_sep|>"),
+    begins=("<|function_call|>", "function call<|role_sep|>"),
 )
 TOOL_CALLS = _between("<tool_calls>", "</tool_calls>", f"[{_CALL}]")
 NEMOTRON = _between("<TOOLCALL>", "</TOOLCALL>", f"[{_CALL}]")
