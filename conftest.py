@@ -41,7 +41,7 @@ LONGEST = (
     "extensions/recipes/test_recipes", "extensions/launch/test_launch_on", "test_build", "test_examples",
     "extensions/servers/test_launch", "extensions/servers/test_fleet", "trainers/test_image_training",
     "extensions/sandbox/test_abuse", "extensions/launch/test_launch_ranks", "extensions/servers/test_vllm_images",
-    "extensions/inspect/plan/test_plan_images", "tracking/test_screen", "backends/test_tower",
+    "extensions/inspect/plan/test_plan_images", "backends/test_tower",
     "rewards/test_verifier_pool", "extensions/servers/test_router", "extras/compat/tests/trl/test_script",
     "trainers/test_staleness", "trainers/test_mixture", "extensions/inspect/plan/test_plan",
     "extensions/servers/test_moe", "extensions/inspect/check/test_check", "extensions/view/test_page",

@@ -38,7 +38,7 @@ wrong path      | collect nowhere.yaml --out x.jsonl               | There is no
 wrong path      | train small.yaml model.path=./nowhere            | nowhere
 wrong path      | train .                                          | '.' is a directory
 wrong path      | eval small.yaml --out nowhere/x.json             | nowhere/x.json cannot be written: No such file
-wrong path      | eval small.yaml --compare nowhere.json           | --compare nowhere.json cannot be read
+wrong path      | eval small.yaml --compare nowhere.json           | nowhere.json
 wrong path      | grade nowhere.jsonl                              | The dataset 'nowhere.jsonl' does not exist
 wrong path      | export nowhere --out x                           | nowhere is not a run
 wrong path      | view nowhere                                     | 'nowhere' does not exist

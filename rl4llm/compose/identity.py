@@ -118,7 +118,7 @@ def code_digest(named: Any) -> str:
 
 def _read(module: types.ModuleType, files: dict[str, str]) -> None:
     """Add the syntax tree of a module, and of the user's modules that it imports."""
-    file = Path(module.__file__ or "")
+    file = Path(getattr(module, "__file__", None) or "")  # a stand-in may have none
     if module.__name__ in files or file.suffix != ".py":
         return
     try:

@@ -41,11 +41,12 @@ def shown_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 def picture_columns(row: Mapping[str, Any], directory: Path) -> list[str]:
     """Return the columns with pictures, which their values tell; without such values, those whose names do.
 
-    A text is a picture if it is a data URI, long base64 of an image's bytes, or the path of an image below `directory`.
+    Beside pictures in `IMAGES`, those in other columns belong to the environment and the rewards. A text is a picture if it
+    is a data URI, long base64 of an image's bytes, or the path of an image below `directory`.
     """
-    return [name for name, value in row.items() if _is_picture(value, directory)] or [
-        name for name in IMAGES if name in row and is_media(row[name])
-    ]
+    pictures = [name for name, value in row.items() if _is_picture(value, directory)]
+    named = [name for name in pictures if name in IMAGES]
+    return named or pictures or [name for name in IMAGES if name in row and is_media(row[name])]
 
 
 def _is_picture(value: Any, directory: Path) -> bool:

@@ -175,7 +175,8 @@ class RowReader:
         return reader._named({name: value for name, value in row.items() if name not in {*columns, *unused}})
 
     def _named(self, row: Mapping[str, Any]) -> tuple[str, Row]:
-        unseen = [*picture_columns(row, self.home), *(name for name in MEDIA if is_media(row.get(name)))]
+        pictures = () if self.sees else picture_columns(row, self.home)
+        unseen = [*pictures, *(name for name in MEDIA if is_media(row.get(name)))]
         if unseen:
             raise DataError(f"the column {unseen[0]!r} holds pictures, videos or sounds, {UNSEEN}")
         messages, answers, stored = self.read(row)

@@ -222,7 +222,7 @@ PLACES = {
         ["P", " or ", "P", "?"],
     ),
     "a path elsewhere": ({"messages": ASKED, "image": "a/1.jpg", "decoded_image": RED}, ["P", "What is this?"]),
-    "a picture twice": ({"prompt": "<image>?", "image": RED, "decoded_image": [RED]}, ["P", "?"]),
+    "a picture twice": ({"prompt": "<image>?", "photo": RED, "decoded_image": [RED]}, ["P", "?"]),
     "an address": ({"prompt": "<image>?", "image_url": {"url": Picture(RED).to_part()["image_url"]["url"]}}, ["P", "?"]),
 }  # fmt: skip
 
@@ -251,6 +251,11 @@ def test_a_file_beside_its_row_is_a_picture_in_any_column(tmp_path):
         0
     ]
     assert message["parts"] == [Picture(RED), "?"]
+
+
+def test_pictures_beside_the_column_of_images_stay_columns():
+    row = load_rows([{"prompt": "<image>?", "image": RED, "second": BLUE}], images=True)[0]
+    assert row["second"] == BLUE and row["messages"][0]["parts"] == [Picture(RED), "?"]
 
 
 UNMATCHED = {

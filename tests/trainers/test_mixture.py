@@ -186,7 +186,7 @@ BAD_ROWS = {
     "broken": (b'{"prompt": "a", "ground_truth": "b"}\n{"prompt": \n', r"bad\.jsonl:2: not valid JSON"),
     "latin": (
         '{"prompt": "é", "ground_truth": "b"}\n'.encode("latin-1"),
-        r"bad\.jsonl:1: is not UTF-8",
+        r"bad\.jsonl:1: .*is not UTF-8",
     ),
     "picture": (
         b'{"prompt": "a", "ground_truth": "b", "image": "a.png"}\n',

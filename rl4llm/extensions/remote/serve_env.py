@@ -25,7 +25,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.remote.host import EnvHost
 from rl4llm.extensions.remote.rpc import Server
 from rl4llm.extensions.remote.token import FILE_VARIABLE, VARIABLE, kept, new_token, read_token
-from rl4llm.runtime.ports import is_loopback
+from rl4llm.runtime.ports import check_free, is_loopback
 
 GRACE_S = 1.0  # for running calls
 LEAVE_S = 3.0  # to exit after a signal, even if an environment hangs
@@ -46,6 +46,8 @@ def serve_env(
             f"--host {host} without a token is not accepted: anyone who reaches the port could start programs. Next: set "
             f"{VARIABLE} or {FILE_VARIABLE} here and for the trainer, or use 127.0.0.1 and connect through `ssh -L`."
         )
+    if port:  # gRPC would share the port of another server
+        check_free(host, port)
     env_host, made = (
         EnvHost(names, _sandbox(arguments.overrides), say),
         new_token() if with_token and not token else "",
@@ -69,7 +71,9 @@ def _sandbox(overrides: Sequence[str]) -> Callable[[], Any]:
         raise ConfigError(
             f"{wrong[0]!r} is not accepted. Accepted: keys of the section `sandbox`, such as sandbox.slots=4."
         )
-    return partial(build_sandbox, load_config(overrides=["model.path=unused", *overrides]))
+    config = load_config(overrides=["model.path=unused", *overrides])
+    build_sandbox(config).close()  # starts nothing; each episode would fail with a wrong one
+    return partial(build_sandbox, config)
 
 
 async def _serve(server: Server, started: str) -> None:

@@ -23,7 +23,12 @@ from rl4llm.rewards import MathReward
 
 ROOT = Path(__file__).parents[3]
 INSTALLED = "".join(
-    path.read_text() for path in [ROOT / "setup.py", *sorted(ROOT.glob("scripts/lock/*.txt"))]
+    path.read_text()
+    for path in [
+        ROOT / "setup.py",
+        *sorted(ROOT.glob("extras/*/pyproject.toml")),
+        *sorted(ROOT.glob("scripts/lock/*.txt")),
+    ]
 )
 
 

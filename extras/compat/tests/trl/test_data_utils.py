@@ -16,7 +16,7 @@ FORMS = {
     "messages": {"messages": [ASKED, RIGHT]},
     "prompt": {"prompt": [ASKED]},
     "open": {"prompt": [ASKED, RIGHT]},
-    "completion": {"prompt": [ASKED], "completion": [RIGHT], "label": False},
+    "completion": {"prompt": [ASKED], "completion": [RIGHT], "label": True},
     "pair": {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]},
     "whole": {"chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG]},
 }
@@ -38,7 +38,7 @@ def test_chat_template_is_cut_where_the_answer_begins(form, tokenizer):
             "messages": {"text": asked + right},
             "prompt": {"prompt": asked},
             "open": {"prompt": asked + "Three"},
-            "completion": {"prompt": asked, "completion": right, "label": False},
+            "completion": {"prompt": asked, "completion": right, "label": True},
             "pair": {"prompt": asked, "chosen": right, "rejected": wrong},
             "whole": {"chosen": asked + right, "rejected": asked + wrong},
         }[form]
