@@ -140,7 +140,7 @@ TRAINERS = _of(
      "../test_mistakes.py::test_a_wrong_key_is_answered_with_the_next_step"),
     ("zero_gradient_in_check", "../extensions/inspect/check/laws.py", "if norms == 0 and any(", "if norms < 0 and any(",
      "../extensions/inspect/check/test_check.py::test_a_loss_without_an_effect_fails"),
-    ("pictures_by_value", "../data/columns.py", "if _is_picture(value, directory)] or", "if False] or",
+    ("pictures_by_value", "../data/columns.py", "if _is_picture(value, directory)]", "if False]",
      "../data/test_rows.py::test_a_bad_row_stops_the_run_or_is_skipped_and_counted"),
     ("rows_that_a_template_refuses", "../data/lengths.py", "(DataError, TemplateError) as", "DataError as",
      "../data/test_lengths.py::test_dropped_rows_leave_the_others_as_they_were"),

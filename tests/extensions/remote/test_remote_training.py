@@ -158,7 +158,7 @@ def test_a_token_stays_out_of_what_is_shown(model_dir, tmp_path, capfd, monkeypa
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--env", "tool", "--host", "0.0.0.0"], "--host 0.0.0.0 without a token is not accepted"),
     (["--env", "tol"], "env.name='tol' is unknown. Known: "),
-    (["--env", "tool", "--port", "{taken}"], "Cannot listen on"),
+    (["--env", "tool", "--port", "{taken}"], "is in use by process"),
     (["--env", "tool", "training.lr=1"], "Accepted: keys of the section `sandbox`"),
 ])  # fmt: skip
 def test_a_host_that_must_not_be_started_is_refused(arguments, message, capsys, monkeypatch):
