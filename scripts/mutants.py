@@ -302,6 +302,19 @@ REMOTE = _of(
      "test_remote.py::test_a_host_that_hangs_is_lost_when_its_time_is_over"),
 )  # fmt: skip
 
+AGENTS = _of(
+    "",
+    "tests/extensions/agents",
+    ("refused_request", "extensions/agents/env.py", "elif session.refusals:", "elif False:",
+     "test_wires.py::test_an_episode_with_a_refused_request_fails_unless_repeated"),
+    ("repeated_request", "extensions/agents/session.py", "if refusal.digest != digest and not", "if not",
+     "test_wires.py::test_an_episode_with_a_refused_request_fails_unless_repeated"),
+    ("unknown_content", "envs/wire.py", "if name in REFUSED or not is_metadata(self[name]):", "if name in REFUSED:",
+     "test_wires.py::test_unknown_metadata_is_ignored_and_unknown_content_refused"),
+    ("one_call", "envs/dialects.py", "[: 1 if asked.one_call else None]", "",
+     "test_wires.py::test_one_call_at_a_time_ends_the_answer_after_the_first"),
+)  # fmt: skip
+
 ADAPTERS = _of(
     "extensions/adapters",
     "tests/extensions/adapters",
@@ -442,6 +455,7 @@ MUTANTS = {
         SERVERS,
         RUNTIME,
         REMOTE,
+        AGENTS,
         RECIPES,
         ADAPTERS,
         SANDBOX,

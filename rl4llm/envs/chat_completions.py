@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rl4llm.core.message import METADATA, THOUGHTS, Part
@@ -14,15 +14,14 @@ from rl4llm.envs.wire import (
     MODEL,
     Answer,
     Asked,
+    Fields,
     Kept,
     Pictures,
     RequestError,
-    check_choice,
-    check_format,
     check_keys,
     dumps,
-    fields_of,
     flag_of,
+    is_metadata,
     limit_of,
     mapping_of,
     pieces,
@@ -32,17 +31,8 @@ from rl4llm.envs.wire import (
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 USED = (
-    "model", "messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "n", "stream",
-    "stream_options", "logprobs", "top_logprobs", "response_format",
-    # These do not change an answer; the draws of an episode have separate seeds.
-    "seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-)  # fmt: skip
-NEUTRAL = {
-    "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {},
-    "parallel_tool_calls": True, "repetition_penalty": 1, "min_p": 0, "modalities": ["text"], "functions": [],
-}  # fmt: skip
-SHAPING = (
-    "presence_penalty", "frequency_penalty", "logit_bias", "repetition_penalty", "min_p", "reasoning_effort", "verbosity",
+    "model", "messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream",
+    "stream_options", "logprobs", "response_format", "parallel_tool_calls",
 )  # fmt: skip
 ROW = frozenset(("role", "content", "tool_calls", "tool_call_id", *THOUGHTS, *METADATA))
 
@@ -56,30 +46,24 @@ IMAGES = {
 DETAILS = ("auto", "high", "original")  # an image is seen as large as the model sees any
 
 
-def read_request(body: Any, params: SamplingParams, kept: Kept | None = None) -> Asked:
+def read_request(
+    body: Any, params: SamplingParams, kept: Kept | None = None, unenforced: Collection[str] = ()
+) -> Asked:
     """Parse and check a request's JSON; `params` are the run's sampling parameters. Raises RequestError."""
-    body, overridden = fields_of(body, params, USED, NEUTRAL, SHAPING)
-    if body.get("n", 1) != 1:
-        raise RequestError(
-            f"n={body['n']!r:.100} is not accepted: a request gets one answer. Send n requests instead.",
-            param="n",
-        )
-    if body.get("top_logprobs", 0) != 0:
-        raise RequestError(
-            "top_logprobs is not accepted: only sampled tokens have log-probs.", param="top_logprobs"
-        )
-    check_format("response_format", body.get("response_format"))
+    fields = Fields(body, params, USED, unenforced)
+    fields.check_format("response_format", fields.get("response_format"))
     return Asked(
-        messages=_messages(body.get("messages")),
-        tools=read_tools(body.get("tools", [])),
-        may_call=check_choice(body.get("tool_choice", "auto")),
-        stop=stops_of(body, "stop"),
-        max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
-        stream=flag_of(body, "stream"),
-        stream_usage=flag_of(mapping_of(body, "stream_options"), "include_usage"),
-        logprobs=flag_of(body, "logprobs"),
-        model=str(body.get("model", MODEL)),
-        overridden=overridden,
+        messages=_messages(fields.get("messages")),
+        tools=read_tools(fields.get("tools", [])),
+        may_call=fields.may_call(fields.get("tool_choice", "auto")),
+        one_call=not flag_of(fields, "parallel_tool_calls", default=True),
+        stop=stops_of(fields, "stop"),
+        max_tokens=limit_of(fields, "max_completion_tokens", "max_tokens"),
+        stream=flag_of(fields, "stream"),
+        stream_usage=flag_of(mapping_of(fields, "stream_options"), "include_usage"),
+        logprobs=flag_of(fields, "logprobs"),
+        model=str(fields.get("model", MODEL)),
+        ignored=tuple(dict.fromkeys(fields.ignored)),
     )
 
 
@@ -180,6 +164,38 @@ def read_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
             'tools must be a list of {"type": "function", "function": {"name": ...}}.', param="tools"
         )
     return tuple(tools)
+
+
+def functions_of(fields: Fields, kind: str, keys: Mapping[str, str]) -> Any:
+    """Return the tools of a request in the form of OpenAI's chat.
+
+    Functions have this `kind`, and `keys` translates what the policy sees of them; other scalars are ignored. Tools of a
+    namespace are functions, and the search of a provider is offered to nobody. Raises RequestError for other kinds.
+    """
+    listed = fields.get("tools", [])
+    if not isinstance(listed, list):
+        return listed
+    functions = []
+    for tool in listed:
+        inner = tool.get("tools") if isinstance(tool, dict) and tool.get("type") == "namespace" else None
+        for row in inner if isinstance(inner, list) else [tool]:
+            row_kind = (row.get("type") or kind) if isinstance(row, dict) else None
+            if isinstance(row_kind, str) and row_kind.startswith("web_search"):
+                fields.ignored.append("tools.web_search")
+                continue
+            seen = (
+                {keys[key]: row[key] for key in keys if row.get(key) is not None} if row_kind == kind else {}
+            )
+            if "name" not in seen:
+                raise RequestError(
+                    f"tools must have type {kind!r} and a name: {row!r:.100} is not accepted.", param="tools"
+                )
+            for key in row.keys() - {*keys, "type", "cache_control"}:
+                if not is_metadata(row[key]):
+                    raise RequestError(f"tools: {key}={row[key]!r:.100} is not read.", param="tools")
+                fields.ignored += [f"tools.{key}"] if row[key] is not None else []
+            functions.append({"type": "function", "function": seen})
+    return functions
 
 
 def write_call(call: ToolCall, call_id: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.core.message import after_thinking
-from rl4llm.core.types import Completion
+from rl4llm.core.types import Completion, SamplingParams
 from rl4llm.data.render import Renderer
 from rl4llm.data.template import decode
 from rl4llm.envs.chat_completions import write_call
@@ -42,7 +42,7 @@ class Dialect:
     ) -> Answer:
         """Return the answer to a request, with the name in its id; `call_ids` has a number for each tool call."""
         said, stop = _cut(decode(self.tokenizer, completion.token_ids), stops)
-        calls = self._calls(said) if asked.may_call else []
+        calls = self._calls(said)[: 1 if asked.one_call else None] if asked.may_call else []
         text = self.calls.beside(said) if self.calls and calls else completion.text
         return Answer(
             id=name,
@@ -59,6 +59,11 @@ class Dialect:
             else None,
             stopped_at=stop if stop in asked.stop else None,
         )
+
+    def params(self, asked: Asked, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters that end an answer after its first call, if a request asks for it."""
+        ends = asked.one_call and asked.may_call and self.calls is not None
+        return self.calls.ending(params, self.tokenizer, 1) if ends and self.calls else params
 
     def _calls(self, said: str) -> list[ToolCall]:
         """Parse the tool calls; return [] if one is invalid, so that the agent receives the whole text."""

@@ -172,14 +172,7 @@ class ToolMDPEnv(BaseMDPEnv):
         ]
 
     def turn_params(self, sampling_params: SamplingParams) -> SamplingParams:
-        """Stop a turn at the end of its calls: at one token, which stays in the text, or at a stop string."""
-        end = self.format.stop(self.max_calls)
-        if not end:
-            return sampling_params
-        token = self.tokenizer.get_vocab().get(end)
-        if token is None:
-            return sampling_params.replace(stop=(*sampling_params.stop, end))
-        return sampling_params.replace(stop_token_ids=(*sampling_params.stop_token_ids, token))
+        return self.format.ending(sampling_params, self.tokenizer, self.max_calls)
 
     def _answered(self, call: ToolCall, number: int) -> dict[str, Any]:
         """Return a call as chat templates read it; they see no name that the policy made up."""

@@ -2,8 +2,8 @@
 
 A wire is a module that reads the requests of an API and writes answers in its form, see `Wire`. Only fields that decide
 the conversation and where an answer ends are used. The given sampling parameters always apply: the log-probs that train
-belong to those of the run. `Asked.overridden` lists the fields of a request that ask for others. A field that is neither
-used nor listed is refused.
+belong to those of the run. Other fields are ignored if they are scalars or metadata, and `Asked.ignored` lists them. What
+may hold content, such as a list of objects, is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.images import Picture
-from rl4llm.core.registry import load
+from rl4llm.core.registry import Registry, load
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams
 
 MODEL = "policy"
@@ -23,6 +23,31 @@ PIECE = 16  # characters of a streamed delta
 MOST_STOPS = 64  # which are looked for in every token
 TOO_DEEP = "The request is nested too deeply. Send flatter JSON."
 PLAIN = {"type": "text"}
+NEUTRAL = {
+    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "logit_bias": {}, "n": 1,
+    "best_of": 1, "echo": False, "top_logprobs": 0, "modalities": ["text"], "functions": [], "truncation": "disabled",
+    "thinking": {"type": "disabled"},
+}  # fmt: skip
+"""Values that ask for nothing."""
+METADATA = {
+    "seed", "user", "metadata", "client_metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prompt_cache_options", "cache_control", "stream_options", "speed", "inference_geo",
+    "background",
+}  # fmt: skip
+"""Fields that never change an answer; the draws of an episode have separate seeds."""
+REFUSED = {
+    "n": "a request gets one answer. Send n requests instead",
+    "best_of": "a request gets one answer. Send n requests instead",
+    "echo": "an answer has new tokens alone",
+    "suffix": "an answer ends where the policy ends it",
+    "top_logprobs": "only sampled tokens have log-probs",
+    **dict.fromkeys(
+        ("conversation", "prompt", "container"), "nothing is stored here. Send the conversation itself"
+    ),
+}
+"""Scalars that change what an answer is or answers to."""
+UNENFORCED = ("tool_choice", "response_format")
+"""What `env.unenforced` lets pass."""
 Kept = Mapping[str, tuple[ChatMessage, ...]]
 """The id of an earlier answer -> the conversation with it."""
 
@@ -43,7 +68,8 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request for an answer. `may_call` is False if the agent wants no tool calls parsed.
+    """A request for an answer. `may_call` is False if the agent wants no tool calls parsed, and `one_call` ends an answer
+    after its first.
 
     `keep` is the conversation that later requests may continue by the answer's id; None if they may not. `echo` has the
     fields that the answer repeats.
@@ -52,13 +78,14 @@ class Asked:
     messages: tuple[ChatMessage, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     may_call: bool = True
+    one_call: bool = False
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     stream: bool = False
     stream_usage: bool = False
     logprobs: bool = False
     model: str = MODEL
-    overridden: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     keep: tuple[ChatMessage, ...] | None = None
     echo: Mapping[str, Any] = field(default_factory=dict)
 
@@ -112,10 +139,24 @@ class Answer:
 class Wire(Protocol):
     """An API: reads its requests, and writes answers, streams of server-sent events and errors in its form."""
 
-    def read_request(self, body: Any, params: SamplingParams, kept: Kept) -> Asked: ...
+    def read_request(
+        self, body: Any, params: SamplingParams, kept: Kept, unenforced: Collection[str] = ()
+    ) -> Asked: ...
     def answer_body(self, asked: Asked, answer: Answer) -> dict[str, Any]: ...
     def events(self, asked: Asked, answer: Answer) -> Iterator[str]: ...
     def error_body(self, error: RequestError) -> dict[str, Any]: ...
+
+
+WIRES: Registry[Wire] = Registry(
+    "wire", table={"chat/completions": "rl4llm.envs.chat_completions"}, group="rl4llm.wires"
+)
+"""The wires by their paths below /v1."""
+
+
+def wire_of(path: str) -> Wire:
+    """Return the API that a path names, by default OpenAI's chat."""
+    name = next((name for name in WIRES if f"/v1/{name}" in path), "chat/completions")
+    return WIRES[name]
 
 
 def event(kind: str, **fields: Any) -> str:
@@ -146,55 +187,58 @@ def dumps(body: Mapping[str, Any] | Sequence[Any]) -> str:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
-def fields_of(
-    body: Any,
-    params: SamplingParams,
-    used: Collection[str],
-    neutral: Mapping[str, Any],
-    shaping: Collection[str],
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a request's fields that are set, and the names of those that ask for another sampling than the run's.
+class Fields(dict[str, Any]):
+    """The fields of a request that are set. `ignored` has the names of those that change nothing.
 
-    `neutral` has the values that ask for nothing, `shaping` the fields that change the sampling. Raises RequestError for
-    other fields that are not used.
+    `used` are those that its wire reads. Raises RequestError for content that is not read: lists of objects, and what is in
+    REFUSED. A list of names would age, since SDKs add metadata every month.
     """
-    if not isinstance(body, dict):
-        raise RequestError("The body must be a JSON object.")
-    body = {name: value for name, value in body.items() if value is not None}
-    neutral = {**neutral, "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
-    asking = [
-        name for name in sorted(body.keys() - set(used)) if name not in neutral or body[name] != neutral[name]
-    ]
-    shaping = {"temperature", "top_p", "top_k", *shaping}
-    for name in asking:
-        if name not in shaping:
-            accepted = f"Accepted: {neutral[name]!r}" if name in neutral else "Remove it"
+
+    def __init__(
+        self, body: Any, params: SamplingParams, used: Collection[str], unenforced: Collection[str] = ()
+    ):
+        if not isinstance(body, dict):
+            raise RequestError("The body must be a JSON object.")
+        super().__init__({name: value for name, value in body.items() if value is not None})
+        self.unenforced = unenforced
+        sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        neutral = {**NEUTRAL, **sampling}
+        self.ignored = [
+            name
+            for name in sorted(self.keys() - set(used) - METADATA)
+            if name not in neutral or self[name] != neutral[name]
+        ]
+        for name in self.ignored:
+            if name in REFUSED or not is_metadata(self[name]):
+                why = REFUSED.get(name, "it is content that is not read. Remove it")
+                raise RequestError(f"{name}={self[name]!r:.100} is not accepted: {why}.", param=name)
+
+    def may_call(self, choice: Any, auto: Any = "auto", none: Any = "none") -> bool:
+        """Return whether a `tool_choice` allows calls. Raises RequestError for one that forces a call."""
+        if choice not in (auto, none):
+            self._unenforced("tool_choice", f"tool_choice={choice!r:.100}", "call")
+        return bool(choice != none)
+
+    def check_format(self, name: str, value: Any) -> None:
+        """Raise RequestError for a format of the answer that is not plain text."""
+        if value not in (None, PLAIN):
+            self._unenforced("response_format", f"{name}={value!r:.100}", "format", name.partition(".")[0])
+
+    def _unenforced(self, switch: str, text: str, kind: str, param: str | None = None) -> None:
+        if switch not in self.unenforced:
             raise RequestError(
-                f"{name}={body[name]!r:.100} is not accepted: it is unknown, or the policy cannot follow it. {accepted}.",
-                param=name,
+                f"{text} is not accepted: the policy is sampled freely, so no {kind} can be forced. Ask for it in the "
+                f"prompt; in training, env.unenforced=[{switch}] ignores the field.",
+                param=param or switch,
             )
-    return body, tuple(asking)
+        self.ignored.append(param or switch)
 
 
-def check_choice(choice: Any, auto: Any = "auto", none: Any = "none") -> bool:
-    """Return whether a `tool_choice` allows calls. Raises RequestError for one that forces a call."""
-    if choice not in (auto, none):
-        raise RequestError(
-            f"tool_choice={choice!r:.100} is not accepted: the policy is sampled freely, so no call can be forced. "
-            f"Accepted: {auto!r}, {none!r}. Next: ask for the call in the prompt, and let a reward check it.",
-            param="tool_choice",
-        )
-    return bool(choice == auto)
-
-
-def check_format(name: str, given: Any) -> None:
-    """Raise RequestError for a format of the answer that is not plain text."""
-    if given not in (None, PLAIN):
-        raise RequestError(
-            f"{name}={given!r:.100} is not accepted: the policy is sampled freely, so no format can be forced. "
-            f"Accepted: {PLAIN}. Next: describe the format in the prompt, and let a reward check it.",
-            param=name.partition(".")[0],
-        )
+def is_metadata(value: Any) -> bool:
+    """Return whether a JSON value has no list of objects or lists, as content has."""
+    if isinstance(value, dict):
+        return all(map(is_metadata, value.values()))
+    return not (isinstance(value, list) and any(isinstance(item, dict | list) for item in value))
 
 
 class Pictures:

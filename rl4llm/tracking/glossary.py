@@ -40,6 +40,8 @@ env/runs | Mean programs per trajectory, in the environment `code`. | programs |
 env/first_try | Share of trajectories whose first program passed the known tests. | share |
 env/repaired | Share of trajectories whose later program passed the known tests. | share |
 env/requests | Mean requests of an agent per trajectory. | requests |
+env/refused | Mean requests of an agent that were refused, per trajectory. | requests | 0 beside limits
+env/ignored_fields | Mean fields of an agent's requests that were ignored, per trajectory. | fields |
 env/forks | Mean token records of an agent per trajectory, besides the first. | forks |
 env/generated_tokens | Mean tokens sampled for an agent per trajectory. | tokens |
 env/trained_tokens | Mean tokens of an agent that train, per trajectory. | tokens |

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
-from rl4llm.envs import chat_completions
-from rl4llm.envs.wire import MODEL, TOO_DEEP, Answer, Asked, RequestError, Wire, dumps, read_json
-from rl4llm.extensions.agents import messages, responses
+from rl4llm.envs.wire import MODEL, TOO_DEEP, WIRES, Answer, Asked, RequestError, dumps, read_json, wire_of
+from rl4llm.extensions.agents import responses
 from rl4llm.extensions.agents.history import Entry
 from rl4llm.extensions.agents.session import AgentSession
 
 HOST = "127.0.0.1"
 MAX_BODY = 64 * 1024**2  # bytes
 BACKLOG = 1024  # connections that may wait: all agents of a rollout connect at once
-WIRES: dict[str, Wire] = {"chat/completions": chat_completions, "responses": responses, "messages": messages}
 logger = logging.getLogger("rl4llm.agents")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -39,11 +37,12 @@ class _OneLine(logging.LoggerAdapter[logging.Logger]):
 class AgentEndpoint:
     """Serves any number of sessions in the running event loop, from the first use to the end of the last.
 
-    `slots`, if any, are the processes of agents that may run at once.
+    `slots`, if any, are the processes of agents that may run at once. `unenforced` has names of `UNENFORCED`.
     """
 
-    def __init__(self, slots: int | None = None) -> None:
+    def __init__(self, slots: int | None = None, unenforced: Collection[str] = ()) -> None:
         self.slots = asyncio.Semaphore(slots) if slots else None
+        self._unenforced = unenforced
         self.users = 0
         self._starting: asyncio.Task[None] | None = None
         self._sessions: dict[str, AgentSession] = {}
@@ -71,6 +70,8 @@ class AgentEndpoint:
         for start in ("/v1", "/{key}/v1", "/{key}/v1/v1"):  # some SDKs add /v1 to their base URL
             for name in WIRES:
                 app.router.add_post(f"{start}/{name}", self._complete)
+            app.router.add_post(f"{start}/messages/count_tokens", self._count)
+            app.router.add_get(f"{start}/responses/{{answer}}", self._retrieve)
             app.router.add_get(f"{start}/models", self._models)
             app.router.add_get(f"{start}/models/{{model}}", self._models)
         self._runner = web.AppRunner(
@@ -95,7 +96,7 @@ class AgentEndpoint:
         session = self._session(request)
         with session.serving():
             session.check_open()
-            asked, answer, entry = await _answered(request, session)
+            asked, answer, entry = await self._answered(request, session)
             try:
                 return await _sent(request, asked, answer)
             except (OSError, asyncio.CancelledError):
@@ -103,13 +104,48 @@ class AgentEndpoint:
                 session.history.take_back(entry)
                 raise
 
+    async def _answered(self, request: web.Request, session: AgentSession) -> tuple[Asked, Answer, Entry]:
+        body: Any = None
+        try:
+            body = await _body(request, session)
+            asked = self._asked(request, session, body)
+            answer, entry = await session.answer(asked)
+        except RequestError as error:
+            session.note_refusal(body, error)
+            raise
+        except RecursionError as error:
+            refusal = RequestError(TOO_DEEP)
+            session.note_refusal(body, refusal)
+            raise refusal from error
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            session.broke(error)  # the episode raises it again, which stops the run
+            raise RequestError(f"{type(error).__name__}: {error}", status=500) from error
+        session.note_answer(body)
+        return asked, answer, entry
+
+    def _asked(self, request: web.Request, session: AgentSession, body: Any) -> Asked:
+        return wire_of(request.path).read_request(body, session.params, session.kept, self._unenforced)
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked = self._asked(request, session, await _body(request, session))
+        return _json({"input_tokens": session.count(asked)})
+
+    async def _retrieve(self, request: web.Request) -> web.StreamResponse:
+        stored = self._session(request).stored.get(request.match_info["answer"].removeprefix("resp_"))
+        if stored is None:
+            raise RequestError("No stored answer of this episode has this id.", status=404)
+        return _json(responses.answer_body(*stored))
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._session(request)
         model = {
             "id": request.match_info.get("model", MODEL),
             "object": "model",
             "created": 0,
             "owned_by": "rl4llm",
+            "max_model_len": self._session(request).context_length,
         }
         one = "model" in request.match_info
         return _json(model if one else {"object": "list", "data": [model]})
@@ -140,22 +176,18 @@ class AgentEndpoint:
         return self._sessions[named]
 
 
-async def _answered(request: web.Request, session: AgentSession) -> tuple[Asked, Answer, Entry]:
-    content = await request.read()
+async def _body(request: web.Request, session: AgentSession) -> Any:
+    """Return the JSON of a request, unless it is longer than the context."""
+    try:
+        content = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        session.ran_into = "context"
+        raise
     session.check_size(session.dialects.least_tokens(content))
     body = read_json(content)
-    try:
-        for name in ("messages", "input", "tools") if isinstance(body, dict) else ():
-            session.check_size(len(body[name]) if isinstance(body.get(name), list) else 0)
-        asked = _wire(request).read_request(body, session.params, session.kept)
-        return asked, *await session.answer(asked)
-    except RequestError:
-        raise
-    except RecursionError as error:
-        raise RequestError(TOO_DEEP) from error
-    except Exception as error:
-        session.broke(error)  # the episode raises it again, which stops the run
-        raise RequestError(f"{type(error).__name__}: {error}", status=500) from error
+    for name in ("messages", "input", "tools") if isinstance(body, dict) else ():
+        session.check_size(len(body[name]) if isinstance(body.get(name), list) else 0)
+    return body
 
 
 async def _sent(request: web.Request, asked: Asked, answer: Answer) -> web.StreamResponse:
@@ -165,10 +197,10 @@ async def _sent(request: web.Request, asked: Asked, answer: Answer) -> web.Strea
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        for event in _wire(request).events(asked, answer):
+        for event in wire_of(request.path).events(asked, answer):
             await response.write(event.encode())
     else:
-        response = _json(_wire(request).answer_body(asked, answer))
+        response = _json(wire_of(request.path).answer_body(asked, answer))
         await response.prepare(request)
     await response.write_eof()
     return response
@@ -178,19 +210,16 @@ def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=dumps(body).encode(), status=status, content_type="application/json")
 
 
-def _wire(request: web.Request) -> Wire:
-    """Return the API that a path names, by default OpenAI's chat."""
-    return next((wire for name, wire in WIRES.items() if request.path.endswith(f"/{name}")), chat_completions)
-
-
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except RequestError as error:
-        return _json(_wire(request).error_body(error), error.status)
+        return _json(wire_of(request.path).error_body(error), error.status)
+    except RecursionError:
+        return _json(wire_of(request.path).error_body(RequestError(TOO_DEEP)), 400)
     except web.HTTPException as error:
         known = f"This server has /v1/models, /v1/{', /v1/'.join(WIRES)}"
         text = known if error.status in (404, 405) else error.text or error.reason
         refused = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
-        return _json(_wire(request).error_body(refused), error.status)
+        return _json(wire_of(request.path).error_body(refused), error.status)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from rl4llm.core.base_env import LLM, BaseMDPEnv, SampleState
 from rl4llm.core.errors import ConfigError
@@ -39,9 +39,12 @@ class AgentEnv(BaseMDPEnv):
     An agent that crashes, hangs or sends no request fails the sample (`agent/crashed`, `agent/timeout`,
     `agent/silent`), since that is not the policy's fault. Agents should therefore expect any text and any arguments of
     a call. If an agent crashes after a request was refused because of a limit (`max_steps`, the context), or after an
-    answer was cut at its token limit, the episode ends normally. The metrics are `env/requests`, `env/forks`,
-    `env/generated_tokens` and `env/trained_tokens`.
-    Generated tokens that do not train never reached the agent, or belong to a failed attempt that was retried.
+    answer was cut at its token limit, the episode ends normally. If a request was refused for another reason, and the
+    agent did not repeat it successfully, the sample fails (`agent/refused`): its record would end too early.
+
+    The metrics are `env/requests`, `env/refused`, `env/ignored_fields`, `env/forks`, `env/generated_tokens` and
+    `env/trained_tokens`. Generated tokens that do not train never reached the agent, or belong to a failed attempt that
+    was retried.
 
     Args:
         command: starts a process for each episode, see `CommandAgent`.
@@ -50,6 +53,8 @@ class AgentEnv(BaseMDPEnv):
         max_steps: requests of an episode that are answered.
         timeout_s: seconds that an agent may take, including the policy's answers.
         processes: how many agents of `command` run at once.
+        unenforced: what requests may ask for without getting it, of "tool_choice" (a call that is forced) and
+            "response_format" (a format of the answer). Without it such requests are refused.
     """
 
     default_rewards = ("math",)
@@ -64,6 +69,7 @@ class AgentEnv(BaseMDPEnv):
         max_steps: int = 32,
         timeout_s: Positive = 300.0,
         processes: Count = 16,
+        unenforced: Sequence[Literal["tool_choice", "response_format"]] = (),
         **kwargs: Any,
     ):
         self.agent = _agent_of(command, agent, env)
@@ -74,6 +80,7 @@ class AgentEnv(BaseMDPEnv):
                 f"The reward {of_turns[0]!r} scores each turn, but the records of an agent do not number turns."
             )
         self.timeout_s = timeout_s
+        self._unenforced = unenforced
         self._processes = processes if command is not None else None
         self._endpoint: AgentEndpoint | None = None
         self._lost: dict[str, int] = {}  # tokens of failed attempts, by session
@@ -90,7 +97,7 @@ class AgentEnv(BaseMDPEnv):
     async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
         async with self._ending(sample, llm):
             if self._endpoint is None or not self._endpoint.users:
-                self._endpoint = AgentEndpoint(self._processes)  # of this event loop
+                self._endpoint = AgentEndpoint(self._processes, self._unenforced)  # of this event loop
             endpoint = self._endpoint
             async with endpoint.used(), _slot(endpoint.slots, sample, llm):
                 session = AgentSession(
@@ -147,6 +154,8 @@ class AgentEnv(BaseMDPEnv):
         silent = not session.history.records
         if outcome is None:
             sample.fail(f"the agent took more than {self.timeout_s:g} s", "agent/timeout")
+        elif session.refusals:
+            sample.fail(f"a request of the agent was refused: {session.refusals[0].reason}", "agent/refused")
         elif outcome.crash and (session.stop_reason == "done" or silent):
             sample.fail(f"the agent crashed: {outcome.crash}", "agent/crashed")
         elif silent:
@@ -163,14 +172,16 @@ class AgentEnv(BaseMDPEnv):
             self._lost[sample.session] = sampled
         sample.extras["metrics"] = {
             "requests": session.requests,
+            "refused": session.refused,
+            "ignored_fields": session.ignored.total(),
             "forks": max(0, len(session.history.records) - 1),
             "generated_tokens": sampled,
             "trained_tokens": session.history.sampled_tokens,
         }
-        for name in sorted(session.overridden):
+        for name in sorted(session.ignored):
             self._warn_once(
                 name,
-                f"The agent's requests set {name!r}, which is ignored: the policy is sampled with the run's parameters.",
+                f"The agent's requests set {name!r}, which is ignored: it is not read, or the run decides it.",
             )
 
     def _warn_once(self, name: str, text: str) -> None:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
 from rl4llm.core.types import ChatMessage, SamplingParams
-from rl4llm.envs.chat_completions import check_end, read_message, read_tools, text_of
+from rl4llm.envs.chat_completions import check_end, functions_of, read_message, read_tools, text_of
 from rl4llm.envs.wire import (
     MODEL,
     Answer,
     Asked,
+    Fields,
     Kept,
     Pictures,
     RequestError,
-    check_choice,
-    check_format,
     check_keys,
     event,
-    fields_of,
     flag_of,
     limit_of,
     mapping_of,
@@ -31,10 +29,8 @@ from rl4llm.envs.wire import (
 
 USED = (
     "model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "output_config",
-    "output_format",
-    "metadata", "service_tier", "cache_control", "speed", "inference_geo",  # these do not change an answer
+    "output_format", "context_management",
 )  # fmt: skip
-NEUTRAL = {"thinking": {"type": "disabled"}, "context_management": {"edits": []}}
 KEYS = {
     "text": ("type", "text", "cache_control", "citations"),
     "image": ("type", "source", "cache_control"),
@@ -42,50 +38,46 @@ KEYS = {
     "tool_use": ("type", "id", "name", "input", "cache_control", "caller"),
     "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control"),
 }
-TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control")
+TOOL = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
-def read_request(body: Any, params: SamplingParams, kept: Kept) -> Asked:
+def read_request(body: Any, params: SamplingParams, kept: Kept, unenforced: Collection[str] = ()) -> Asked:
     """Parse and check a request's JSON. Raises RequestError."""
-    body, overridden = fields_of(body, params, USED, NEUTRAL, ("thinking",))
-    config, choice = mapping_of(body, "output_config"), mapping_of(body, "tool_choice")
-    check_keys(config, "output_config", ("effort", "format"))
-    for name, given in (
-        ("output_format", body.get("output_format")),
+    fields = Fields(body, params, USED, unenforced)
+    config, choice = mapping_of(fields, "output_config"), mapping_of(fields, "tool_choice")
+    for name, value in (
+        ("output_format", fields.get("output_format")),
         ("output_config.format", config.get("format")),
     ):
-        check_format(name, given)
-    may_call = check_choice({"type": choice.get("type", "auto")}, {"type": "auto"}, {"type": "none"})
-    check_keys(
-        {**choice, "disable_parallel_tool_use": choice.get("disable_parallel_tool_use") or None},
-        "tool_choice",
-        ("type",),
-    )
-    system, tools = text_of(body.get("system"), "system"), body.get("tools", [])
-    rows = body.get("messages") if isinstance(body.get("messages"), list) else []
-    picture = Pictures()
-    said = (
+        fields.check_format(name, value)
+    if config.get("effort"):
+        fields.ignored.append("output_config.effort")
+    _check_edits(mapping_of(fields, "context_management").get("edits"))
+    system, picture = text_of(fields.get("system"), "system"), Pictures()
+    rows = fields.get("messages")
+    messages = (
         message
-        for number, row in enumerate(rows)
+        for number, row in enumerate(rows if isinstance(rows, list) else [])
         for message in _messages(row, f"messages[{number}]", picture)
     )
     return Asked(
-        messages=check_end((*((ChatMessage("system", system),) if system else ()), *said), "messages"),
-        tools=read_tools([_tool(tool) for tool in tools] if isinstance(tools, list) else tools),
-        may_call=may_call,
-        stop=stops_of(body, "stop_sequences"),
-        max_tokens=limit_of(body, "max_tokens"),
-        stream=flag_of(body, "stream"),
-        model=str(body.get("model", MODEL)),
-        overridden=(*overridden, *(("output_config.effort",) if config.get("effort") else ())),
+        messages=check_end((*((ChatMessage("system", system),) if system else ()), *messages), "messages"),
+        tools=read_tools(functions_of(fields, "custom", TOOL)),
+        may_call=fields.may_call({"type": choice.get("type", "auto")}, {"type": "auto"}, {"type": "none"}),
+        one_call=choice.get("disable_parallel_tool_use") is True,
+        stop=stops_of(fields, "stop_sequences"),
+        max_tokens=limit_of(fields, "max_tokens"),
+        stream=flag_of(fields, "stream"),
+        model=str(fields.get("model", MODEL)),
+        ignored=tuple(dict.fromkeys(fields.ignored)),
     )
 
 
 def answer_body(asked: Asked, answer: Answer) -> dict[str, Any]:
     """Return the JSON of the response."""
     ends = {"tool_calls": "tool_use", "length": "max_tokens"}
-    text = [{"type": "text", "text": answer.content, "citations": None}] if answer.content else []
+    text = [{"type": "text", "text": answer.content}] if answer.content else []
     said = [(call["id"], call["function"]) for call in answer.calls]
     calls = [
         {"type": "tool_use", "id": name, "name": function["name"], "input": json.loads(function["arguments"])}
@@ -174,15 +166,12 @@ def _kind(block: Any, role: str, where: str) -> str:
     return kind
 
 
-def _tool(tool: Any) -> Mapping[str, Any]:
-    """Return a tool in the form of OpenAI's chat."""
-    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
-        raise RequestError(
-            f"tools must have a name and an input_schema: {tool!r:.100} is not accepted.", param="tools"
-        )
-    check_keys(tool, "tools", TOOL)
-    names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
-    return {
-        "type": "function",
-        "function": {names[key]: tool[key] for key in names if tool.get(key) is not None},
-    }
+def _check_edits(edits: Any) -> None:
+    """Raise RequestError for edits of the context that drop something; to keep all is what happens."""
+    for edit in edits if isinstance(edits, list) else []:
+        if not isinstance(edit, dict) or edit.get("keep") != "all":
+            raise RequestError(
+                f"context_management: the edit {edit!r:.100} is not accepted, since nothing is dropped here. Accepted: "
+                "edits that keep all.",
+                param="context_management",
+            )

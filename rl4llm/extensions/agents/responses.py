@@ -7,24 +7,22 @@ An answer's text and calls are items of its output. A later request repeats them
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl4llm.core.types import ChatMessage, SamplingParams
-from rl4llm.envs.chat_completions import check_end, read_message, read_tools, text_of
+from rl4llm.envs.chat_completions import check_end, functions_of, read_message, read_tools, text_of
 from rl4llm.envs.wire import (
     MODEL,
     PLAIN,
     Answer,
     Asked,
+    Fields,
     Kept,
     Pictures,
     RequestError,
-    check_choice,
-    check_format,
     check_keys,
     event,
-    fields_of,
     flag_of,
     limit_of,
     mapping_of,
@@ -34,51 +32,52 @@ from rl4llm.envs.wire import (
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # no answer has a reasoning item
-ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "tool_choice", "tools")
-USED = (
-    *ECHOED, "model", "input", "stream", "store", "text", "include",
-    # These do not change an answer.
-    "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-    "stream_options",
+ECHOED = (
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "tool_choice", "tools",
 )  # fmt: skip
-NEUTRAL = {"background": False, "parallel_tool_calls": True, "truncation": "disabled", "top_logprobs": 0}
+USED = (*ECHOED, "model", "input", "stream", "store", "text", "include")
+USUAL = {"background": False, "parallel_tool_calls": True, "truncation": "disabled", "top_logprobs": 0}
 KEYS = {
     "message": ("type", "role", "content", "id", "status", "phase"),
-    "function_call": ("type", "id", "call_id", "name", "arguments", "status"),
+    "function_call": ("type", "id", "call_id", "name", "namespace", "arguments", "status"),
     "function_call_output": ("type", "id", "call_id", "output", "status"),
+    "item_reference": ("type", "id"),
 }
+TOOL = {name: name for name in ("name", "description", "parameters", "strict")}
 
 
-def read_request(body: Any, params: SamplingParams, kept: Kept) -> Asked:
+def read_request(body: Any, params: SamplingParams, kept: Kept, unenforced: Collection[str] = ()) -> Asked:
     """Parse and check a request's JSON. Raises RequestError."""
-    body, overridden = fields_of(body, params, USED, NEUTRAL, ("reasoning",))
-    text, include = mapping_of(body, "text"), body.get("include", [])
-    check_keys(text, "text", ("format", "verbosity"))
-    check_format("text.format", text.get("format"))
+    fields = Fields(body, params, USED, unenforced)
+    text, include = mapping_of(fields, "text"), fields.get("include", [])
+    fields.check_format("text.format", text.get("format"))
+    if text.get("verbosity"):
+        fields.ignored.append("text.verbosity")
     if not isinstance(include, list) or any(name not in INCLUDED for name in include):
         raise RequestError(
             f"include={include!r:.100} is not accepted. Accepted: {INCLUDED}.", param="include"
         )
-    said = check_end((*_earlier(body, kept), *_messages(body.get("input", []))), "input")
-    system = text_of(body.get("instructions"), "instructions")
-    tools = body.get("tools", [])
+    messages = check_end((*_earlier(fields, kept), *_messages(fields.get("input", []), kept)), "input")
+    system = text_of(fields.get("instructions"), "instructions")
     return Asked(
-        messages=(*((ChatMessage("system", system),) if system else ()), *said),
-        tools=read_tools([_tool(tool) for tool in tools] if isinstance(tools, list) else tools),
-        may_call=check_choice(body.get("tool_choice", "auto")),
-        max_tokens=limit_of(body, "max_output_tokens"),
-        stream=flag_of(body, "stream"),
+        messages=(*((ChatMessage("system", system),) if system else ()), *messages),
+        tools=read_tools(functions_of(fields, "function", TOOL)),
+        may_call=fields.may_call(fields.get("tool_choice", "auto")),
+        one_call=not flag_of(fields, "parallel_tool_calls", default=True),
+        max_tokens=limit_of(fields, "max_output_tokens"),
+        stream=flag_of(fields, "stream"),
         logprobs=LOGPROBS in include,
-        model=str(body.get("model", MODEL)),
-        overridden=(*overridden, *(("text.verbosity",) if text.get("verbosity") else ())),
-        keep=said if flag_of(body, "store", default=True) else None,
+        model=str(fields.get("model", MODEL)),
+        ignored=tuple(dict.fromkeys(fields.ignored)),
+        keep=messages if flag_of(fields, "store", default=True) else None,
         echo={
             **dict.fromkeys(ECHOED),
             "tools": [],
             "tool_choice": "auto",
             "temperature": params.temperature,
             "top_p": params.top_p,
-            **{name: body[name] for name in ECHOED if name in body},
+            **USUAL,
+            **{name: fields[name] for name in ECHOED if name in fields},
         },
     )
 
@@ -87,7 +86,6 @@ def answer_body(asked: Asked, answer: Answer) -> dict[str, Any]:
     """Return the JSON of the response."""
     new, cut = len(answer.completion.token_ids), answer.finish_reason == "length"
     return {
-        **NEUTRAL,
         **asked.echo,
         "id": f"resp_{answer.id}",
         "object": "response",
@@ -98,7 +96,7 @@ def answer_body(asked: Asked, answer: Answer) -> dict[str, Any]:
         "error": None,
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _output(answer),
+        "output": _output(answer, asked.echo.get("tools", ())),
         "usage": {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -145,7 +143,13 @@ def _events(body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield f"response.{body['status']}", {"response": body}
 
 
-def _output(answer: Answer) -> list[dict[str, Any]]:
+def _output(answer: Answer, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    spaces = {
+        tool["name"]: {"namespace": space.get("name")}
+        for space in tools
+        if space.get("type") == "namespace"
+        for tool in space["tools"]
+    }
     items: list[dict[str, Any]] = []
     if answer.content or not answer.calls:
         part = {
@@ -164,7 +168,7 @@ def _output(answer: Answer) -> list[dict[str, Any]]:
             "call_id": call["id"],
             "status": "completed",
         }
-        items.append({**name, **call["function"]})
+        items.append({**name, **spaces.get(call["function"]["name"], {}), **call["function"]})
     return items
 
 
@@ -181,14 +185,14 @@ def _earlier(body: Mapping[str, Any], kept: Kept) -> tuple[ChatMessage, ...]:
     return () if name is None else kept[str(name).removeprefix("resp_")]
 
 
-def _messages(items: Any) -> tuple[ChatMessage, ...]:
+def _messages(items: Any, kept: Kept) -> tuple[ChatMessage, ...]:
     """Return the messages of an input. A call belongs to the message of the assistant before it."""
     if not isinstance(items, str | list):
         raise refused("input", f" must be a string or a list of items: {items!r:.100}.")
     rows: list[tuple[str, dict[str, Any]]] = []
     for number, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items):
         where = f"input[{number}]"
-        row = _row(item, where)
+        row = _row(item, where, kept)
         if "tool_calls" in row and rows and rows[-1][1]["role"] == "assistant":
             last = rows[-1][1]
             last["tool_calls"] = [*last.get("tool_calls", ()), *row["tool_calls"]]
@@ -198,12 +202,15 @@ def _messages(items: Any) -> tuple[ChatMessage, ...]:
     return tuple(read_message(row, where, picture) for where, row in rows)
 
 
-def _row(item: Any, where: str) -> dict[str, Any]:
+def _row(item: Any, where: str, kept: Kept) -> dict[str, Any]:
     """Return an item as a message in the form of OpenAI's chat."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
+    usual = "item_reference" if isinstance(item, dict) and item.keys() == {"id"} else "message"
+    kind = (item.get("type") or usual) if isinstance(item, dict) else None
     if not isinstance(kind, str) or kind not in KEYS:
         raise refused(where, f" must be an object with a type, one of {', '.join(KEYS)}: {item!r:.100}.")
     check_keys(item, where, KEYS[kind])
+    if kind == "item_reference":
+        return _referenced(str(item.get("id")), where, kept)
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         return {"role": "assistant", "tool_calls": [{"id": item.get("call_id", ""), "function": function}]}
@@ -212,8 +219,13 @@ def _row(item: Any, where: str) -> dict[str, Any]:
     return {"role": item.get("role"), "content": item.get("content")}
 
 
-def _tool(tool: Any) -> Any:
-    """Return a function in the form of OpenAI's chat."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise RequestError(f"tools must be functions: {tool!r:.100} is not accepted.", param="tools")
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
+def _referenced(name: str, where: str, kept: Kept) -> dict[str, Any]:
+    """Return the text or the call of an earlier answer that an id names."""
+    answer = kept.get(name.removeprefix("msg_"))
+    if answer is not None:
+        return {"role": "assistant", "content": answer[-1].content}
+    calls = (call for conversation in kept.values() for call in conversation[-1].tool_calls or ())
+    for call in calls:
+        if f"fc_{call['id']}" == name:
+            return {"role": "assistant", "tool_calls": [call]}
+    raise refused(where, f": {name!r:.100} is not an item of an answer of this episode with store=true.")

@@ -8,7 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
@@ -20,9 +20,34 @@ from rl4llm.core.message import UNSEEN
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.chat_completions import read_message
 from rl4llm.envs.dialects import Dialect, Dialects
-from rl4llm.envs.wire import Answer, Asked, RequestError
+from rl4llm.envs.wire import Answer, Asked, RequestError, dumps
 from rl4llm.extensions.agents.history import Continuation, Entry, History
 from rl4llm.runtime.seeds import derive_seed
+
+CONVERSATION = ("messages", "input")  # the fields that hold it
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A refused request: why, a digest of its conversation, and how many messages that has.
+
+    An agent repeats a request with the same conversation, or where the conversation was refused, with one as long.
+    """
+
+    reason: str
+    digest: str
+    length: int
+    about_messages: bool
+
+
+def _asked_about(body: Any) -> tuple[str, int]:
+    """Return a digest of what a request asks about, and its number of messages."""
+    fields = body if isinstance(body, dict) else {"": body}
+    rows = next((fields[name] for name in CONVERSATION if name in fields), None)
+    parts = [fields.get("system"), fields.get("instructions"), fields.get("previous_response_id"), rows]
+    return xxhash.xxh3_64_hexdigest(dumps(parts).encode(errors="replace")), len(rows) if isinstance(
+        rows, list
+    ) else -1
 
 
 class AgentSession:
@@ -30,7 +55,7 @@ class AgentSession:
 
     `key` is the secret in its requests. `over` is done when the episode has to end whatever the agent does: with None
     if the sample failed, else with the error that stops the run. `ran_into` is the limit that refused the last request,
-    as a stop reason.
+    as a stop reason. `refusals` are the requests that were refused for another reason, and not answered later.
     """
 
     def __init__(
@@ -43,9 +68,13 @@ class AgentSession:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.requests = self.sampled_tokens = 0
         self.ran_into: str | None = None
-        self.overridden: set[str] = set()
+        self.ignored: Counter[str] = Counter()
+        self.refused = 0
+        self.refusals: list[Refusal] = []
         self.kept: dict[str, tuple[ChatMessage, ...]] = {}
+        self.stored: dict[str, tuple[Asked, Answer]] = {}
         self._pictures: dict[Image, Picture] = {}
+        self.context_length = llm.context_length
         self._llm, self.dialects, self._max_requests = llm, dialects, max_requests
         self._draws: Counter[str] = Counter()
         self._under_way: set[asyncio.Task[Any]] = set()
@@ -95,11 +124,15 @@ class AgentSession:
     async def answer(self, asked: Asked) -> tuple[Answer, Entry]:
         """Return the policy's answer and its entry in a record. Raises RequestError for a request that is refused."""
         self.check_open()
-        self.overridden.update(asked.overridden)
+        self.ignored.update(asked.ignored)
+        if self.requests >= self._max_requests:
+            self._refuse(
+                "max_steps", f"All {self._max_requests} requests of this episode are used up (env.max_steps)."
+            )
         dialect, place = self._placed(asked)
         prompt = place.prompt
         ids, images = prompt.token_ids, prompt.images
-        params = self._limited(asked, len(ids))
+        params = dialect.params(asked, self._limited(asked, len(ids)))
         self.requests += 1
         seen = [item.image.digest for item in images]
         digest = xxhash.xxh3_64_hexdigest(f"{ids}{seen or ''}".encode())
@@ -117,8 +150,27 @@ class AgentSession:
             self.ran_into = None
         said = read_message(answer.message)
         if asked.keep is not None:
-            self.kept[answer.id] = (*asked.keep, said)
+            self.kept[answer.id], self.stored[answer.id] = (*asked.keep, said), (asked, answer)
         return answer, self.history.add(place, completion, said)
+
+    def count(self, asked: Asked) -> int:
+        """Return the number of tokens of a request's prompt. Raises RequestError as `answer` does."""
+        return len(self._placed(asked)[1].prompt.token_ids)
+
+    def note_refusal(self, body: Any, error: RequestError) -> None:
+        """Remember a request that was refused, unless a limit of the episode did it, which `ran_into` tells."""
+        self.refused += 1
+        if error.code not in ("context_length_exceeded", "max_steps", "episode_over"):
+            self.refusals.append(Refusal(str(error), *_asked_about(body), error.param in CONVERSATION))
+
+    def note_answer(self, body: Any) -> None:
+        """Forget the refusals of requests that this answered one repeats."""
+        digest, length = _asked_about(body)
+        self.refusals = [
+            refusal
+            for refusal in self.refusals
+            if refusal.digest != digest and not (refusal.about_messages and refusal.length == length)
+        ]
 
     def check_open(self) -> None:
         """Raise RequestError when the episode is over."""
@@ -132,18 +184,14 @@ class AgentSession:
 
     def check_size(self, count: int) -> None:
         """Refuse more messages or tools than tokens fit the context, before anything is built of them."""
-        if count > self._llm.context_length:
+        if count > self.context_length:
             self._refuse(
                 "context",
-                f"The request has {count} messages or tools, but the context length is {self._llm.context_length} tokens.",
+                f"The request has {count} messages or tools, but the context length is {self.context_length} tokens.",
             )
 
     def _placed(self, asked: Asked) -> tuple[Dialect, Continuation]:
-        if self.requests >= self._max_requests:
-            self._refuse(
-                "max_steps", f"All {self._max_requests} requests of this episode are used up (env.max_steps)."
-            )
-        most = self.dialects.longest_token * self._llm.context_length
+        most = self.dialects.longest_token * self.context_length
         if asked.characters > most:
             self._refuse(
                 "context", "The messages are longer than any conversation that fits the policy's context."
@@ -174,11 +222,11 @@ class AgentSession:
         """Return the run's parameters with the request's stop strings, and a token limit that the request and the
         context allow.
         """
-        room = self._llm.context_length - prompt_tokens
+        room = self.context_length - prompt_tokens
         if room < 1:
             self._refuse(
                 "context",
-                f"The prompt has {prompt_tokens} tokens, but the context length is {self._llm.context_length}.",
+                f"The prompt has {prompt_tokens} tokens, but the context length is {self.context_length}.",
             )
         stop = tuple(dict.fromkeys((*self.params.stop, *asked.stop)))
         return self.params.replace(

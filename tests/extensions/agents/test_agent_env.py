@@ -135,14 +135,14 @@ async def asks_nonsense(task, base_url, api_key):
     (hangs, "agent/timeout", "took more than 1 s"),
     (hangs_in_a_thread, "agent/timeout", "took more than 1 s"),
     (is_silent, "agent/silent", "without an answer from the policy"),
-    (asks_nonsense, "agent/silent", "without an answer from the policy"),
+    (asks_nonsense, "agent/refused", "at least one message"),
     ("ask(*task['messages']); sys.exit(3)", "agent/crashed", "exit code 3 and no output on standard error"),
     ("raise ValueError('no idea')", "agent/crashed", "exit code 1: Traceback.*ValueError: no idea"),
     ("ask(*task['messages']); os.kill(os.getpid(), 9)", "agent/crashed", r"exit code 137 \(SIGKILL\)"),
     ("ask(*task['messages']); time.sleep(1000)", "agent/timeout", "took more than 1 s"),
     ("import signal; signal.signal(15, signal.SIG_IGN); time.sleep(1000)", "agent/timeout", "took more than 1 s"),
     ("print('Answer: 85')", "agent/silent", "without an answer from the policy"),
-    ("ask(); ", "agent/crashed", "HTTP Error 400"),
+    ("ask(); ", "agent/refused", "at least one message"),
 ])  # fmt: skip
 def test_agent_faults_fail_the_sample_after_a_retry(play, command, agent, failure_class, reason):
     agents = {"command": command(agent)} if isinstance(agent, str) else {"agent": agent}

@@ -255,8 +255,7 @@ def test_images_that_cannot_be_read_are_refused_by_name(play):
         await client.chat.completions.create(model="policy", messages=[asking(in_chat(FIRST))])
 
     result, seen, _ = play(agent, "Answer: 85")
-    assert not result.failed, result.failed[0].failure
-    assert len(seen) == 1
+    assert result.failed[0].failure_class == "agent/refused" and len(seen) == 2  # the episode is played twice
 
 
 def test_images_without_vision_are_refused_by_name(play):

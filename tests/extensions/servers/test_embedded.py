@@ -27,6 +27,7 @@ from rl4llm.backends.tiny import build_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError
 from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.envs import chat_completions as chat
 from rl4llm.extensions.servers.clients.embedded import EmbeddedClient
 from rl4llm.extensions.servers.embedded import server
 from rl4llm.extensions.servers.embedded.openai import OpenAIEndpoints
@@ -405,7 +406,7 @@ def test_a_server_continues_while_a_chat_is_rendered(model, tokenizer, monkeypat
     async def scene():
         served = EmbeddedServer(model, tokenizer, LocalClient(load_model(model), tokenizer), "m", "m")
         said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-        rendering = asyncio.create_task(served._openai.chat(said))
+        rendering = asyncio.create_task(served._openai.chat(said, chat))
         await asyncio.sleep(0.01)
         await asyncio.wait_for(served._health({}), 20)
         read.set()
@@ -513,7 +514,41 @@ def test_the_openai_package_chats_and_streams(url, model_dir):
             model=model.id, prompt="coins", temperature=0, max_tokens=40, stream=True
         )
         assert "".join(piece.choices[0].text for piece in pieces) == plain.choices[0].text
+        neutral = {"n": 1, "echo": False, "best_of": 1, "presence_penalty": 0, "logit_bias": {}}
+        same = client.completions.create(
+            model=model.id, prompt=["coins"], temperature=0, max_tokens=40, **neutral, extra_body={"min_p": 0}
+        )
+        assert same.choices[0].text == plain.choices[0].text
         assert len(plain.choices[0].logprobs.token_logprobs) == plain.usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_trained_through_a_wire_is_served_through_it(url, model_dir, stream):
+    """All three APIs see the same prompt, as the real packages of OpenAI and Anthropic ask."""
+    asked = {"model": str(model_dir), "extra_body": {"temperature": 0}}
+    hello = [{"role": "user", "content": "Hello."}]
+    with later.openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        whole = client.chat.completions.create(**asked, messages=hello, max_tokens=20)
+        text = whole.choices[0].message.content
+        answer = client.responses.create(**asked, input="Hello.", max_output_tokens=20, stream=stream)
+        answer = list(answer)[-1].response if stream else answer
+        assert answer.output_text == text
+        more = client.responses.create(
+            **asked, input="?", previous_response_id=answer.id, max_output_tokens=2
+        )
+        assert more.usage.input_tokens > answer.usage.total_tokens
+        assert client.models.retrieve(str(model_dir)).id == str(model_dir)
+    with later.anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        if stream:
+            with client.messages.stream(**asked, messages=hello, max_tokens=20) as events:
+                answer = events.get_final_message()
+        else:
+            answer = client.messages.create(**asked, messages=hello, max_tokens=20)
+        assert answer.content[0].text == text
+        count = client.messages.count_tokens(model=str(model_dir), messages=hello)
+        assert count.input_tokens == answer.usage.input_tokens
+        with pytest.raises(later.anthropic.BadRequestError):
+            client.messages.create(**asked, messages=[], max_tokens=20)
 
 
 def test_requests_of_openai_are_refused_by_name(url, one_by_one):
@@ -529,7 +564,7 @@ def test_requests_of_openai_are_refused_by_name(url, one_by_one):
         for message, fields in wrong.items():
             with pytest.raises(later.openai.BadRequestError, match=message):
                 client.chat.completions.create(model=name, messages=said, **fields)
-        with pytest.raises(later.openai.BadRequestError, match="the field='suffix' is unknown"):
+        with pytest.raises(later.openai.BadRequestError, match="suffix='b' is not accepted"):
             client.completions.create(model=name, prompt="a", suffix="b")
         with pytest.raises(later.openai.NotFoundError, match="'gpt' is not served here"):
             client.chat.completions.create(model="gpt", messages=said)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rl4llm.core.types import SamplingParams
+
 MAX_CALL_CHARS = 100_000
 MAX_DEPTH = 100
 NAME = re.compile(r"[^\W\d][\w.:/-]{0,199}")
@@ -64,6 +66,14 @@ class CallFormat:
     def stop(self, max_calls: int) -> str:
         """Return the text at which generation may stop for at most `max_calls` calls per turn; "" for none."""
         return self.ends_calls or (self.ends_call if max_calls == 1 else "")
+
+    def ending(self, params: SamplingParams, tokenizer: Any, max_calls: int) -> SamplingParams:
+        """Stop a turn at the end of its calls: at one token, which stays in the text, or at a stop string."""
+        end = self.stop(max_calls)
+        token = tokenizer.get_vocab().get(end)
+        if token is not None:
+            return params.replace(stop_token_ids=(*params.stop_token_ids, token))
+        return params.replace(stop=(*params.stop, end)) if end else params
 
 
 def read(text: str, key: str = "arguments", name: str = "") -> ToolCall:

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions` of the served model, as OpenAI's clients ask for them."""
+"""The APIs of `WIRES` and `/v1/completions` of the served model, as clients of OpenAI and Anthropic ask for them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl4llm.core.errors import ConfigError, DataError, TemplateError, unknown
-from rl4llm.core.types import Completion, SamplingParams, TokenSpan
-from rl4llm.envs.chat_completions import answer_body, chunk_of, chunks, read_request
+from rl4llm.core.errors import ConfigError, DataError, TemplateError
+from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
+from rl4llm.envs import chat_completions as chat
 from rl4llm.envs.dialects import Dialect, Dialects
-from rl4llm.envs.wire import Answer, Asked, RequestError, flag_of
+from rl4llm.envs.wire import Answer, Asked, Fields, RequestError, Wire, dumps, flag_of
 from rl4llm.extensions.servers.embedded.native import object_of, sampling_params, tokens_of
 from rl4llm.inference.embedded.stops import text_of
 from rl4llm.inference.local import LocalClient
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
 OWN = ("temperature", "top_p", "top_k", "seed")  # sampling parameters of requests, beside what ends an answer
 ENDED = (*OWN, "max_tokens", "stop")
-PLAIN = ("model", "prompt", "logprobs", "stream", "user", *ENDED)
+PLAIN = ("model", "prompt", "logprobs", "stream", *ENDED)
+PENALTIES = {
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+}  # not implemented
+KEPT = 1024  # answers that requests of /v1/responses can continue by their ids
 LOOK_S = 0.1  # how often a stream looks for new tokens
 HIDDEN = Completion("", (), (), "length", 0)
 
@@ -46,6 +54,7 @@ class ChatJob(Job):
 
     asked: Asked
     dialect: Dialect
+    wire: Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +70,13 @@ class OpenAIEndpoints:
     def __init__(self, engine: LocalClient, tokenizer: Any, name: str, vision: Vision | None = None):
         self._engine, self._tokenizer, self.name = engine, tokenizer, name
         self.dialects = Dialects(tokenizer, vision=vision)
+        self._kept: dict[str, tuple[ChatMessage, ...]] = {}
         self._thread = ThreadPoolExecutor(1)  # only one, since renderers are not made for several
 
-    def models(self) -> dict[str, Any]:
-        """Return the list of models, which has one."""
+    def model(self) -> dict[str, Any]:
+        """Return the description of the model."""
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "rl4llm"}
-        return {"object": "list", "data": [{**model, "max_model_len": self._engine.context_length}]}
+        return {**model, "max_model_len": self._engine.context_length}
 
     def check_size(self, tokens: int) -> None:
         """Raise RequestError for a request of at least as many tokens, before anything is built of it."""
@@ -76,36 +86,41 @@ class OpenAIEndpoints:
                 code="context_length_exceeded",
             )
 
-    async def chat(self, body: Any) -> ChatJob:
-        """Check a request for a chat completion. Raises RequestError."""
-        given = self._given(body)
-        params = sampling_params({name: given.pop(name) for name in OWN if name in given})
-        for value in (given.get("messages"), given.get("tools")):
-            self.check_size(len(value) if isinstance(value, list) else 0)
-        asked = read_request({"model": self.name, **given}, params)
-        self.check_size(asked.characters // self.dialects.longest_token)
-        if asked.overridden:
-            raise RequestError(
-                f"{', '.join(asked.overridden)} is not accepted by the embedded engine. Remove it.",
-                param=asked.overridden[0],
-            )
-        try:
-            dialect, prompt = await self._in_thread(self._rendered, asked)
-        except (TemplateError, DataError, ConfigError) as error:
-            raise RequestError(str(error), code="invalid_messages", param="messages") from error
+    async def chat(self, body: Any, wire: Wire) -> ChatJob:
+        """Check a request of an API. Raises RequestError."""
+        asked, params, dialect, prompt = await self._placed(body, wire)
         params = params.replace(
             stop=asked.stop,
             stop_token_ids=dialect.renderer.stop_token_ids,
             max_tokens=self._limit(asked.max_tokens, len(prompt.token_ids)),
         )
-        return ChatJob(secrets.token_hex(12), prompt, params, asked.stream, asked, dialect)
+        params = dialect.params(asked, params)
+        return ChatJob(secrets.token_hex(12), prompt, params, asked.stream, asked, dialect, wire)
+
+    async def count(self, body: Any, wire: Wire) -> int:
+        """Return the number of tokens of a request's prompt. Raises RequestError."""
+        return len((await self._placed(body, wire))[-1].token_ids)
+
+    async def _placed(self, body: Any, wire: Wire) -> tuple[Asked, SamplingParams, Dialect, TokenSpan]:
+        fields = self._given(body)
+        params = sampling_params({name: fields.pop(name) for name in OWN if name in fields})
+        for name in ("messages", "input", "tools"):
+            self.check_size(len(fields[name]) if isinstance(fields.get(name), list) else 0)
+        asked = wire.read_request({"model": self.name, **fields}, params, self._kept)
+        self.check_size(asked.characters // self.dialects.longest_token)
+        _check_penalties(asked.ignored)
+        try:
+            return asked, params, *await self._in_thread(self._rendered, asked)
+        except (TemplateError, DataError, ConfigError) as error:
+            raise RequestError(str(error), code="invalid_messages", param="messages") from error
 
     async def text(self, body: Any) -> TextJob:
         """Check a request for a continuation. Raises RequestError."""
         given = self._given(body)
-        if strange := sorted(given.keys() - set(PLAIN)):
-            raise RequestError(unknown("/v1/completions: the field", strange[0], PLAIN), param=strange[0])
+        _check_penalties(Fields(given, SamplingParams(), PLAIN).ignored)
         prompt = given.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            (prompt,) = prompt
         params = sampling_params({name: given[name] for name in ENDED if name in given})
         if isinstance(prompt, str):
             self.check_size(len(prompt) // self.dialects.longest_token)
@@ -124,18 +139,25 @@ class OpenAIEndpoints:
     async def answer(self, job: ChatJob | TextJob) -> dict[str, Any]:
         """Return the JSON of a whole answer."""
         completion = await self._sampled(job)
-        return (
-            answer_body(job.asked, self._chat_answer(job, completion))
-            if isinstance(job, ChatJob)
-            else self._text_body(job, completion)
-        )
-
-    async def chunks(self, job: ChatJob | TextJob) -> AsyncIterator[dict[str, Any]]:
-        """Yield the JSON of the pieces of an answer while it is sampled."""
         if isinstance(job, TextJob):
-            async for piece, completion in self._live(job):
-                yield self._text_body(job, completion, piece)
+            return self._text_body(job, completion)
+        return job.wire.answer_body(job.asked, self._chat_answer(job, completion))
+
+    async def events(self, job: ChatJob | TextJob) -> AsyncIterator[str]:
+        """Yield the server-sent events of an answer, of OpenAI's chat and of texts while it is sampled."""
+        if isinstance(job, ChatJob) and job.wire is not chat:
+            for event in job.wire.events(job.asked, self._chat_answer(job, await self._sampled(job))):
+                yield event
             return
+        async for chunk in self._chat_chunks(job) if isinstance(job, ChatJob) else self._text_chunks(job):
+            yield f"data: {dumps(chunk)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def _text_chunks(self, job: TextJob) -> AsyncIterator[dict[str, Any]]:
+        async for piece, completion in self._live(job):
+            yield self._text_body(job, completion, piece)
+
+    async def _chat_chunks(self, job: ChatJob) -> AsyncIterator[dict[str, Any]]:
         asked, shown, usage = job.asked, None, job.asked.stream_usage
         async for piece, completion in self._live(job):
             if completion is not None:
@@ -146,11 +168,11 @@ class OpenAIEndpoints:
                 partial = job.dialect.answer(asked, HIDDEN, 0, (), job.id, itertools.count())
                 if shown is None:
                     opened = {"role": "assistant", "content": partial.content}
-                    yield chunk_of(partial, opened, usage=usage)
+                    yield chat.chunk_of(partial, opened, usage=usage)
                     shown = len(partial.content)
-                yield chunk_of(partial, {"content": piece}, usage=usage)
+                yield chat.chunk_of(partial, {"content": piece}, usage=usage)
                 shown += len(piece)
-        for chunk in chunks(answer, usage=usage, shown=shown):
+        for chunk in chat.chunks(answer, usage=usage, shown=shown):
             yield chunk
 
     async def _in_thread(self, function: Callable[..., Any], argument: Any) -> Any:
@@ -211,9 +233,13 @@ class OpenAIEndpoints:
 
     def _chat_answer(self, job: ChatJob, completion: Completion) -> Answer:
         ids = (secrets.randbits(36) for _ in itertools.count())
-        return job.dialect.answer(
-            job.asked, completion, len(job.prompt.token_ids), job.params.stop, job.id, ids
-        )
+        prompt_tokens = len(job.prompt.token_ids)
+        answer = job.dialect.answer(job.asked, completion, prompt_tokens, job.params.stop, job.id, ids)
+        if job.asked.keep is not None:
+            self._kept[job.id] = (*job.asked.keep, chat.read_message(answer.message))
+            if len(self._kept) > KEPT:
+                del self._kept[next(iter(self._kept))]
+        return answer
 
     def _text_body(
         self, job: TextJob, completion: Completion | None, piece: str | None = None
@@ -234,3 +260,9 @@ class OpenAIEndpoints:
         usage = {"prompt_tokens": len(job.prompt.token_ids), "completion_tokens": new}
         usage["total_tokens"] = len(job.prompt.token_ids) + new
         return {**head, "model": self.name, "choices": [choice], "usage": usage}
+
+
+def _check_penalties(ignored: Sequence[str]) -> None:
+    """Raise RequestError for a field that would change how the answer is sampled."""
+    for name in PENALTIES.intersection(ignored):
+        raise RequestError(f"{name} is not accepted by the embedded engine. Remove it.", param=name)

@@ -5,8 +5,8 @@ POST /update_weights_from_disk    take a version that a trainer published; reque
 POST /pause_generation            {"mode": "retract"} lets requests wait, {"mode": "abort"} ends them; with "in_place" they
                                   wait and keep their cache when new weights arrive
 POST /continue_generation, /abort_request, /flush_cache, /weights_checker
-GET  /health, /model_info, /server_info, /v1/models
-POST /v1/chat/completions, /v1/completions
+GET  /health, /model_info, /server_info, /v1/models, /v1/models/{model}
+POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/completions
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsErr
 from rl4llm.core.images import ImagePlace, tower_of
 from rl4llm.core.registry import load
 from rl4llm.core.types import WeightRef
-from rl4llm.envs.wire import TOO_DEEP, RequestError, dumps, read_json
+from rl4llm.envs.wire import TOO_DEEP, WIRES, RequestError, dumps, read_json, wire_of
 from rl4llm.extensions.servers.embedded.native import (
     NativeRequest,
     completion_body,
@@ -67,7 +67,7 @@ class EmbeddedServer:
         self._answers = 0
 
     def application(self) -> web.Application:
-        """Return the web application."""
+        """Return the web application. `WIRES` has OpenAI's chat and, by an extension, /v1/responses and /v1/messages."""
         guards = [self._answered] if self._key else [self._answered, no_websites]
         app = web.Application(client_max_size=self._largest_body(), middlewares=guards)
         gets = {"/health": self._health, "/model_info": self._model_info, "/server_info": self._server_info}
@@ -81,11 +81,14 @@ class EmbeddedServer:
             "/weights_checker": self._check_weights,
         }
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._models)  # /v1/models/{model}: a name may be a path
         for path, answer in gets.items():
             app.router.add_get(path, self._answering(answer))
         for path, answer in posts.items():
             app.router.add_post(path, self._answering(answer))
-        app.router.add_post("/v1/chat/completions", self._chat)
+        for path in WIRES:
+            app.router.add_post(f"/v1/{path}", self._chat)
+            app.router.add_post(f"/v1/{path}/count_tokens", self._count)
         app.router.add_post("/v1/completions", self._text)
         return app
 
@@ -245,11 +248,19 @@ class EmbeddedServer:
         return {**info, **await self._engine.health()}
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        return _json(self._openai.models())
+        name, model = request.match_info.get("model"), self._openai.model()
+        if name not in (None, model["id"]):
+            raise RequestError(f"The model {name!r:.100} is not served here.", status=404)
+        return _json({"object": "list", "data": [model]} if name is None else model)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a chat request of OpenAI's API, as a stream if it asks for one."""
-        return await self._sent(request, await self._openai.chat(await self._body(request)))
+        """Answer a request of one of `WIRES`, as a stream if it asks for one."""
+        body = await self._body(request)
+        return await self._sent(request, await self._openai.chat(body, wire_of(request.path)))
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        count = await self._openai.count(await self._body(request), wire_of(request.path))
+        return _json({"input_tokens": count})
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
         return await self._sent(request, await self._openai.text(await self._body(request)))
@@ -261,9 +272,8 @@ class EmbeddedServer:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        async for chunk in self._openai.chunks(job):
-            await response.write(f"data: {dumps(chunk)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
+        async for event in self._openai.events(job):
+            await response.write(event.encode())
         await response.write_eof()
         return response
 
@@ -274,23 +284,23 @@ class EmbeddedServer:
             self._check_key(request)
             return await handler(request)
         except RequestError as error:
-            return _json(error.body(), error.status)
+            refusal = error
         except RecursionError:
-            return _json(RequestError(TOO_DEEP).body(), 400)
+            refusal = RequestError(TOO_DEEP)
         except (EngineError, MemoryError, RuntimeError) as error:
-            status = 400 if isinstance(error, RefusedError) else 500
-            return _json(RequestError(str(error), status=status).body(), status)
+            refusal = RequestError(str(error), status=400 if isinstance(error, RefusedError) else 500)
         except web.HTTPException as error:
             known = ", ".join(
                 sorted({route.resource.canonical for route in request.app.router.routes() if route.resource})
             )
             text = f"This server has {known}" if error.status in (404, 405) else error.text or error.reason
-            refused = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
-            return _json(refused.body(), error.status)
+            refusal = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
+        return _json(wire_of(request.path).error_body(refusal), refusal.status)
 
     def _check_key(self, request: web.Request) -> None:
-        header = request.headers.get("Authorization", "").encode(errors="replace")
-        same = hmac.compare_digest(header.removeprefix(b"Bearer ").strip(), self._key.encode())
+        header = request.headers.get("x-api-key", request.headers.get("Authorization", ""))
+        key = header.removeprefix("Bearer ").strip().encode(errors="replace")
+        same = hmac.compare_digest(key, self._key.encode())
         if self._key and request.path != "/health" and not same:
             raise RequestError("The API key is missing or wrong.", status=401, code="invalid_api_key")
         # as forms of websites send
