@@ -323,7 +323,7 @@ ADAPTERS = _of(
     ("evaluation_in_a_worker", "_reasoning_gym.py", "not _watch.sandboxed)", "False)",
      "test_reasoning_gym.py::test_tasks_that_evaluate_need_a_sandbox"),
     ("blind_verifier", "_reasoning_gym.py", "return paid > 2", "return False",
-     "test_reasoning_gym.py::test_verifiers_that_pay_any_problems_answer_are_refused"),
+     "test_reasoning_gym.py::test_unknown_tasks_and_blind_verifiers_are_refused"),
     ("reason_as_reward", "textarena.py", "sorted(arguments, key=lambda one: not isinstance(one, str))", "arguments",
      "test_textarena.py::test_an_invalid_move_is_rewarded_with_a_number"),
 )  # fmt: skip

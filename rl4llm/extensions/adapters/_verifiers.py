@@ -17,23 +17,17 @@ import os
 import sys
 from typing import Any
 
-try:
-    from verifiers.v1.clients import ModelContext
-    from verifiers.v1.configs.agent import agent_config_fields
-    from verifiers.v1.configs.client import EvalClientConfig
-    from verifiers.v1.dialects.chat import message_to_wire
-    from verifiers.v1.harnesses.null import NullHarness
-    from verifiers.v1.utils.loaders import (
-        default_harness_id,
-        env_config_type,
-        load_environment,
-        resolve_env_config,
-    )
-except ImportError as error:
-    sys.exit(
-        f"{sys.executable} has no verifiers with the interface of 0.4 (verifiers.v1): {error}. "
-        "Next step: pip install 'verifiers>=0.4' there."
-    )
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.configs.client import EvalClientConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.null import NullHarness
+from verifiers.v1.utils.loaders import (
+    default_harness_id,
+    env_config_type,
+    load_environment,
+    resolve_env_config,
+)
 
 __all__ = ["ChatHarness"]  # verifiers finds the harness by it
 HARNESS = "rl4llm_chat"
@@ -71,9 +65,7 @@ def environment(task: str, options: dict[str, Any], max_turns: int) -> Any:
     taskset = {"id": task, **options.get("taskset", {})}
     roles = list(agent_config_fields(env_config_type(task, options.get("id", ""))()))
     if roles != ["agent"]:
-        raise ValueError(
-            f"its agents are {', '.join(roles)}; one policy plays environments whose only agent is 'agent'"
-        )
+        raise ValueError(f"its agents are {', '.join(roles)}, but one policy plays only 'agent'")
     agent = {"runtime": {"type": "subprocess"}, "max_turns": max_turns, **options.get("agent", {})}
     if default_harness_id(task) == "bash":  # the set of tasks has no harness
         agent.setdefault("harness", {"id": HARNESS})
@@ -96,9 +88,7 @@ def split_of(messages: list[dict[str, Any]]) -> str:
 def prompt_of(data: Any) -> list[dict[str, Any]]:
     """Return a task's prompt as messages. Raises ValueError for a task without a prompt."""
     if not data.prompt:
-        raise ValueError(
-            f"its task {data.idx} has no prompt: a user would open the conversation, but there is no user here"
-        )
+        raise ValueError(f"its task {data.idx} has no prompt; a user would open the conversation")
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
         return [*system, {"role": "user", "content": data.prompt}]
@@ -110,26 +100,24 @@ async def played(env: Any, made: dict[str, Any]) -> dict[str, Any]:
     number = made["number"]
     task = next(itertools.islice(env.taskset, number, None), None)
     if task is None or task.hash != made["hash"]:
-        raise ValueError(
-            f"its task {number} differs from when the tasks were listed: {task and task.data.prompt!r:.200}"
-        )
+        raise ValueError(f"its task {number} differs from when the tasks were listed")
     client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     async with env.serving():
         episode = await env.run_slot(env.slots(task)[0], ModelContext(model="policy", client=client))
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok or len(episode.traces) != 1:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
-        raise RuntimeError(f"the rollout failed in verifiers: {reasons or f'{len(episode.traces)} traces'}")
+        raise RuntimeError(f"the rollout failed in verifiers, with {len(episode.traces)} traces: {reasons}")
     trace = episode.traces[0]
     rewards = {name: reward and reward.value for name, reward in trace.rewards.items()}
-    if not rewards or not all(reward is not None and math.isfinite(reward) for reward in rewards.values()):
-        raise RuntimeError(
-            f"verifiers returned no finite reward but {rewards}; stop condition: {trace.stop_condition!r}"
-        )
-    metrics = {
-        name: value for name, value in trace.metrics.items() if value is not None and math.isfinite(value)
-    }
+    if not rewards or not all(map(_is_finite, rewards.values())):
+        raise RuntimeError(f"no finite rewards, but {rewards}; stop condition: {trace.stop_condition!r}")
+    metrics = {name: value for name, value in trace.metrics.items() if _is_finite(value)}
     return {"reward": trace.reward, "rewards": rewards, "metrics": metrics, "stop": trace.stop_condition}
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def main() -> None:

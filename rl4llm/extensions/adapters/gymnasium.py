@@ -16,8 +16,8 @@ from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import needed
 from rl4llm.core.types import ChatMessage
-from rl4llm.extensions.adapters.step_rewards import StepsEnv, note_reward
-from rl4llm.runtime.seeds import derive_seed
+from rl4llm.extensions.adapters.prompts import prompt_row, seeds_of, user
+from rl4llm.extensions.adapters.step_rewards import StepsEnv, invalid, note_reward
 
 DEFAULT_LIMIT = 256
 COLUMN = "gymnasium"
@@ -37,31 +37,23 @@ def gymnasium_prompts(
 ) -> list[dict[str, Any]]:
     """Return the first observations of episodes as prompts. Each has a different seed, also across the two splits.
 
-    Returns 256 prompts unless `limit` is given. Raises ConfigError for an environment that does not exist or is not
-    playable as text.
+    Returns 256 prompts unless `limit` is given. Raises ConfigError for an environment that is not playable as text.
     """
-    if split not in ("train", "test"):
-        raise ConfigError(f"data.split={split!r} is not accepted. Accepted: train, test.")
+    seeds = seeds_of(split, limit or DEFAULT_LIMIT, "gymnasium", task, task_seed)
     with closing(_make(task, task_options)) as env:
         names = _action_names(task, env, actions)
-        if (system := instructions) is None:
+        if instructions is None:
             rules = rules_of(env, named=bool(actions), shown=env.render_mode == "ansi")
-            move = f"Actions: {', '.join(names)}" if names else f"An action is {in_words(env.action_space)}"
-            system = f"{rules}\n\nEach of your turns is one action. {move}.".lstrip()
-        seeds = [
-            derive_seed("gymnasium", task, task_seed, number) for number in range(limit or DEFAULT_LIMIT)
-        ]
+            instructions = f"{rules}\n\nEach of your turns is one action. {_accepted(env, names)}.".lstrip()
+        column = {"task": task, "options": dict(task_options or {}), "actions": names}
         return [
-            {
-                "prompt_id": f"{task}-{split}-{number}",
-                "messages": [
-                    *([{"role": "system", "content": system}] if system else []),
-                    {"role": "user", "content": _shown(env, env.reset(seed=seed)[0])},
-                ],
-                "ground_truth": None,
-                COLUMN: {"task": task, "options": dict(task_options or {}), "actions": names, "seed": seed},
-            }
-            for number, seed in enumerate(seed % 2**30 * 2 + (split == "test") for seed in seeds)
+            prompt_row(
+                f"{task}-{split}-{number}",
+                instructions,
+                [user(_shown(env, env.reset(seed=seed)[0]))],
+                gymnasium=column | {"seed": seed},
+            )
+            for number, seed in enumerate(seeds)
         ]
 
 
@@ -96,16 +88,11 @@ class GymnasiumEnv(StepsEnv):
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:
         env, names = self.playing(sample), sample.columns[COLUMN]["actions"]
-        metrics = sample.extras.setdefault("metrics", {"return": 0.0, "invalid_actions": 0})
+        sample.extras.setdefault("metrics", {"return": 0.0, "invalid_actions": 0})
         action = _action(env, names, sample.last_message.content)
         if action is None:
-            metrics["invalid_actions"] += 1
-            accepted = (
-                f"names no action. Actions: {', '.join(names)}"
-                if names
-                else f"is not an action. An action is {in_words(env.action_space)}"
-            )
-            return [ChatMessage("user", f"That {accepted}.")]
+            problem = "names no action" if names else "is not an action"
+            return invalid(sample, f"That {problem}. {_accepted(env, names)}.")
         observation, reward, terminated, truncated, _ = env.step(action)
         note_reward(sample, reward)
         return [] if terminated or truncated else [ChatMessage("user", _shown(env, observation))]
@@ -114,17 +101,11 @@ class GymnasiumEnv(StepsEnv):
 def _make(task: str, options: Mapping[str, Any] | None) -> Any:
     gymnasium = _import()
     options = dict(options or {})
-    try:
-        entry = gymnasium.spec(task).entry_point
-        made = entry if callable(entry) else gymnasium.envs.registration.load_env_creator(entry)
-        modes = getattr(made, "metadata", {}).get("render_modes", ())
-        if "ansi" in modes:
-            options.setdefault("render_mode", "ansi")
-        return gymnasium.make(task, **options)
-    except (gymnasium.error.Error, ImportError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"env.task={task!r} with env.task_options={options} cannot be made: {error}"
-        ) from error
+    entry = gymnasium.spec(task).entry_point
+    creator = entry if callable(entry) else gymnasium.envs.registration.load_env_creator(entry)
+    if "ansi" in getattr(creator, "metadata", {}).get("render_modes", ()):
+        options.setdefault("render_mode", "ansi")
+    return gymnasium.make(task, **options)
 
 
 def _action_names(task: str, env: Any, names: Sequence[str]) -> list[str]:
@@ -143,6 +124,10 @@ def _action_names(task: str, env: Any, names: Sequence[str]) -> list[str]:
             f"env.actions={chosen} is not accepted. Accepted: {count} different names, one for each action of {task}."
         )
     return chosen
+
+
+def _accepted(env: Any, names: Sequence[str]) -> str:
+    return f"Actions: {', '.join(names)}" if names else f"An action is {in_words(env.action_space)}"
 
 
 def _action(env: Any, names: Sequence[str], reply: str) -> Any:

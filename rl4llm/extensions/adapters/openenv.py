@@ -8,17 +8,18 @@ The package is called openenv; it was called openenv-core before.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import urllib.request
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, EnvError, unknown
+from rl4llm.core.registry import needed
 from rl4llm.core.types import ChatMessage
-from rl4llm.extensions.adapters.step_rewards import StepsEnv, note_reward
-from rl4llm.runtime.seeds import derive_seed
+from rl4llm.extensions.adapters.prompts import prompt_row, seeds_of, user
+from rl4llm.extensions.adapters.step_rewards import StepsEnv, invalid, note_reward
 
 DEFAULT_LIMIT = 64
 CONNECT_TIMEOUT_S = 10.0
@@ -39,27 +40,19 @@ def openenv_prompts(
 ) -> list[dict[str, Any]]:
     """Return the first observations of episodes as prompts. Each has a different seed, also across the two splits.
 
-    Returns 64 prompts unless `limit` is given. Raises ConfigError if the server is not available.
+    Returns 64 prompts unless `limit` is given.
     """
-    if split not in ("train", "test"):
-        raise ConfigError(f"data.split={split!r} is not accepted. Accepted: train, test.")
-    client = _connected(url)
-    rows = []
-    try:
-        for number in range(limit or DEFAULT_LIMIT):
-            seed = derive_seed("openenv", task_seed, number) % 2**30 * 2 + (split == "test")
-            made = {"seed": seed, "options": dict(reset_options or {})}
-            begin = _shown(client.reset(seed=seed, **(reset_options or {})).observation, observation)
-            system = [{"role": "system", "content": instructions}] if instructions else []
-            messages = [*system, {"role": "user", "content": begin}]
-            rows.append(
-                {"prompt_id": f"{split}-{number}", "messages": messages, "ground_truth": None, COLUMN: made}
+    options = dict(reset_options or {})
+    with closing(_connected(url)) as client:
+        return [
+            prompt_row(
+                f"{split}-{number}",
+                instructions,
+                [user(_text(client.reset(seed=seed, **options).observation, observation))],
+                openenv={"seed": seed, "options": options},
             )
-    except (RuntimeError, OSError, TimeoutError) as error:
-        raise ConfigError(f"env.url={url}: the environment could not be reset: {error}") from error
-    finally:
-        client.close()
-    return rows
+            for number, seed in enumerate(seeds_of(split, limit or DEFAULT_LIMIT, COLUMN, task_seed))
+        ]
 
 
 class OpenEnv(StepsEnv):
@@ -102,23 +95,21 @@ class OpenEnv(StepsEnv):
         return _connected(self.url, self.message_timeout_s)
 
     def begin(self, env: Any, made: Mapping[str, Any]) -> list[str]:
-        return [_shown(env.reset(seed=made["seed"], **made["options"]).observation, self.observation)]
+        return [_text(env.reset(seed=made["seed"], **made["options"]).observation, self.observation)]
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:
-        metrics = sample.extras.setdefault("metrics", {"return": 0.0, "invalid_actions": 0})
-        client = self.playing(sample)
+        sample.extras.setdefault("metrics", {"return": 0.0, "invalid_actions": 0})
+        client, action = self.playing(sample), self._action(sample.last_message.content)
+        if action is None:
+            return invalid(sample, f"Error: an action is a JSON object with {', '.join(self.fields)}")
         try:
-            result = client.step(self._action(sample.last_message.content))
-        except _NoActionError as error:
-            metrics["invalid_actions"] += 1
-            return [ChatMessage("user", f"Error: {error}")]
+            result = client.step(action)
         except RuntimeError as error:
             if not any(f"(code: {code})" in str(error) for code in THE_POLICYS_FAULT):
                 raise EnvError(f"{self.url}: {error}") from error
-            metrics["invalid_actions"] += 1
-            return [ChatMessage("user", f"Error: {error}")]
+            return invalid(sample, f"Error: {error}")
         note_reward(sample, result.reward or 0.0)
-        return [] if result.done else [ChatMessage("user", _shown(result.observation, self.observation))]
+        return [] if result.done else [ChatMessage("user", _text(result.observation, self.observation))]
 
     def end_episode(self, sample: SampleState) -> None:
         """Close the connection in a thread, since the server may take long to close it."""
@@ -126,65 +117,40 @@ class OpenEnv(StepsEnv):
             target=super().end_episode, args=(sample,), name="rl4llm-openenv-close", daemon=True
         ).start()
 
-    def _action(self, reply: str) -> dict[str, Any]:
+    def _action(self, reply: str) -> dict[str, Any] | None:
+        """Return the action in a reply, or None if there is none."""
         if self.action is not None:
             return {self.action: reply.strip()}
-        found = re.search(r"\{.*\}", reply, re.DOTALL)
         try:
-            action = json.loads(found.group()) if found else None
+            action = json.loads(reply[reply.index("{") : reply.rindex("}") + 1])
         except (ValueError, RecursionError):
-            action = None
-        if not isinstance(action, dict):
-            raise _NoActionError(f"an action is a JSON object with {', '.join(self.fields)}")
-        return action
-
-
-class _NoActionError(Exception):
-    """A reply without an action."""
+            return None
+        return action if isinstance(action, dict) else None
 
 
 def _connected(url: str, message_timeout_s: float = 60.0) -> Any:
-    try:
-        from openenv.core import GenericEnvClient  # noqa: PLC0415 - installed in a separate environment
-    except ImportError as error:
-        raise ConfigError(
-            "env.name='openenv' needs the package openenv, whose dependencies conflict with the trainer's. Run pip install "
-            "'rl4llm[openenv,remote]' in a separate environment, and host it from there: rl4llm serve env --env openenv."
-        ) from error
-    client = GenericEnvClient(
+    # Its dependencies conflict with the trainer's.
+    what = "env.name='openenv', hosted from a separate environment with `rl4llm serve env`,"
+    client = needed("openenv.core", what, "openenv,remote").GenericEnvClient(
         base_url=url, connect_timeout_s=CONNECT_TIMEOUT_S, message_timeout_s=message_timeout_s
-    ).sync()
-    try:
-        return client.connect()
-    except (OSError, ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"env.url={url}: cannot connect to an OpenEnv server: {error}") from error
+    )
+    return client.sync().connect()
 
 
 def _action_fields(url: str, chosen: str | None) -> tuple[str | None, list[str]]:
-    """Return the field that replies go into (None if there is none) and all fields of an action, from the server's
-    schema.
-    """
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=CONNECT_TIMEOUT_S) as answer:
-            schema = json.load(answer)["action"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"env.url={url}: the server returned no schema of its actions: {error}") from error
+    """Return the field that replies go into, None if there is none, and all fields of an action, as the server says."""
+    with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=CONNECT_TIMEOUT_S) as answer:
+        schema = json.load(answer)["action"]
     properties = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
-    if chosen is not None:
-        if chosen not in properties:
-            raise ConfigError(unknown("env.action", chosen, properties))
-        return chosen, list(properties)
-    needed = [name for name in schema.get("required", ()) if name in properties]
-    texts = [name for name in needed if properties[name].get("type") == "string"]
-    return (texts[0] if len(texts) == len(needed) == 1 else None), list(properties)
+    if chosen is not None and chosen not in properties:  # the server would refuse each action of the policy
+        raise ConfigError(unknown("env.action", chosen, properties))
+    required = [name for name in schema.get("required", ()) if name in properties]
+    texts = [name for name in required if properties[name].get("type") == "string"]
+    return chosen or (texts[0] if len(texts) == len(required) == 1 else None), list(properties)
 
 
-def _shown(observation: Mapping[str, Any], field: str | None) -> str:
-    shown = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
-    if field is not None:
-        if field not in shown:
-            raise ConfigError(unknown("env.observation", field, shown))
-        value = shown[field]
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    texts = [value for value in shown.values() if isinstance(value, str)]
-    return texts[0] if len(texts) == len(shown) == 1 else json.dumps(shown, ensure_ascii=False)
+def _text(observation: Mapping[str, Any], field: str | None) -> str:
+    fields = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
+    texts = [value for value in fields.values() if isinstance(value, str)]
+    value = fields[field] if field else texts[0] if len(texts) == len(fields) == 1 else fields
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
-from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.errors import ConfigError
 from rl4llm.envs.chat import ChatEnv
-from rl4llm.extensions.adapters.reasoning_reward import COLUMN, VERIFIER
+from rl4llm.extensions.adapters.prompts import check_split, prompt_row, user
+from rl4llm.extensions.adapters.reasoning_reward import VERIFIER
 from rl4llm.rewards.pool import Fault, Unavailable, VerifierPool
 from rl4llm.runtime.seeds import derive_seed
 
@@ -37,26 +38,20 @@ def reasoning_prompts(
     options for this task, such as ``{"min_numbers": 3}``. Without a `system_prompt` (None or "") the question is the only
     message. Raises ConfigError for unknown names, options and splits.
     """
-    if split not in ("train", "test"):
-        raise ConfigError(unknown("data.split", split, ("train", "test")))
+    check_split(split)
     limit = DEFAULT_LIMIT if limit is None else limit
     options = json.dumps(
         {**(task_options or {}), "seed": derive_seed("reasoning_gym", task_seed) % 2**31}, sort_keys=True
     )
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     rows: dict[str, dict[str, Any]] = {}
     for number, problem in enumerate(_problems(task, options, limit)):
         question = problem["question"]
-        if (derive_seed("reasoning_gym", question) % HELD_OUT_SHARE == 0) == (
-            split == "test"
-        ) and question not in rows:
-            rows[question] = {
-                "prompt_id": f"{task}-{split}-{len(rows)}",
-                "messages": [*system, {"role": "user", "content": question}],
-                "ground_truth": problem["answer"],
-                COLUMN: {"task": task, "options": options, "number": number, "question": question}
-                | {"evaluates": problem["evaluates"]},
-            }
+        held_out = derive_seed("reasoning_gym", question) % HELD_OUT_SHARE == 0
+        if held_out == (split == "test") and question not in rows:
+            column = {"task": task, "options": options, "number": number, "question": question}
+            column["evaluates"] = problem["evaluates"]
+            row = prompt_row(f"{task}-{split}-{len(rows)}", system_prompt, [user(question)], reasoning=column)
+            rows[question] = row | {"ground_truth": problem["answer"]}
         if len(rows) == limit:
             break
     if not rows:
@@ -84,24 +79,12 @@ def _problems(task: str, options: str, limit: int) -> Iterator[dict[str, Any]]:
     with closing(pool):
         batch = max(limit, HELD_OUT_SHARE)
         for start in range(0, TRIES * batch, batch):
-            for made in pool.map([[task, options, number] for number in range(start, start + batch)]):
-                yield _checked(task, options, made)
-
-
-def _checked(task: str, options: str, made: Any) -> dict[str, Any]:
-    """Return a problem that a worker made. Raises ConfigError for anything else."""
-    if isinstance(made, Unavailable):
-        raise ConfigError(
-            f"env.name='reasoning_gym' needs the package reasoning-gym: {made.reason}. Next step: pip install "
-            "'rl4llm[reasoning]'"
-        )
-    if isinstance(made, Fault):
-        raise ConfigError(
-            f"env.task={task!r} cannot make a problem with env.task_options and seed {options}: {made.reason}"
-        )
-    if made["blind"]:
-        raise ConfigError(
-            f"env.task={task!r}: the verifier of reasoning-gym pays the answers of other problems, so one constant reply "
-            "earns every reward. Choose another task."
-        )
-    return made
+            for problem in pool.map([[task, options, number] for number in range(start, start + batch)]):
+                if isinstance(problem, Unavailable | Fault):
+                    raise ConfigError(f"env.task={task!r} makes no problem with {options}: {problem.reason}")
+                if problem["blind"]:
+                    raise ConfigError(
+                        f"env.task={task!r} is not accepted: its verifier pays the answers of other problems, so one "
+                        "constant reply earns every reward. Choose another task."
+                    )
+                yield problem

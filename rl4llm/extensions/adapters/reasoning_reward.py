@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
-from rl4llm.core.errors import DataError
 from rl4llm.core.registry import from_extension
 from rl4llm.core.schema import checked
 from rl4llm.rewards.extract import final_answer
 from rl4llm.rewards.pool import Crash, Fault, RewardFailure, Timeout, Unavailable, VerifierPool
 
 VERIFIER = Path(__file__).with_name("_reasoning_gym.py")
-COLUMN = "reasoning"
+COLUMN, OF_PROBLEM = "reasoning", ("task", "options", "number", "question")
 EVALUATES = "evaluates"  # what a worker returns for an answer that only the sandbox may evaluate
 START_S = 120.0  # for the import of reasoning-gym in a sandbox
 PATIENCE = 10  # as in the verifier's file
@@ -73,7 +72,11 @@ class ReasoningReward(BaseBatchReward):
         """Return one score per sample, or a RewardFailure for a sample without a verdict."""
         answers = [self._answer(sample) for sample in samples]
         asked = [i for i, (answer, _) in enumerate(answers) if answer is not None]
-        tasks = [[*_problem(samples[i].columns), answers[i][0]] for i in asked]
+        problems = [samples[i].columns[COLUMN] for i in asked]
+        tasks = [
+            [*(problem[name] for name in OF_PROBLEM), answers[i][0]]
+            for i, problem in zip(asked, problems, strict=True)
+        ]
         verdicts = self.pool.map([[*task, False] for task in tasks])
         inside = [i for i, verdict in enumerate(verdicts) if verdict == EVALUATES]
         for i, verdict in zip(inside, self._in_sandbox([tasks[i] for i in inside]), strict=True):
@@ -88,8 +91,7 @@ class ReasoningReward(BaseBatchReward):
         return scores
 
     def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
-        """Raise SandboxError if the task evaluates answers and no sandbox can be used, and DataError without a problem."""
-        _problem(columns)
+        """Raise SandboxError if the task evaluates answers and no sandbox can be used."""
         if columns[COLUMN].get("evaluates"):
             self.sandbox.probe()
 
@@ -131,17 +133,6 @@ class ReasoningReward(BaseBatchReward):
         if tagged or self.extract == "answer":
             return tagged[-1].strip() if tagged else ""
         return final_answer(reply, max_chars=self.max_answer_chars) or reply.strip()
-
-
-def _problem(columns: Mapping[str, Any]) -> list[Any]:
-    try:
-        column = columns[COLUMN]
-        return [column["task"], column["options"], column["number"], column["question"]]
-    except (KeyError, TypeError) as error:
-        raise DataError(
-            f"A prompt has no column {COLUMN!r} with a problem of reasoning-gym; it has {sorted(columns)}. "
-            "Next step: use env.name=reasoning_gym, which makes such prompts."
-        ) from error
 
 
 def _grade(verdict: Any) -> tuple[float | RewardFailure, str | None]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
 from rl4llm.core.base_reward import BaseBatchReward, policy_messages
 from rl4llm.core.errors import EnvError
+from rl4llm.core.types import ChatMessage
 
 COLUMN = "step_rewards"
 
@@ -53,6 +54,12 @@ class StepsEnv(BaseMDPEnv):
         close = getattr(env, "close", None)
         if callable(close):
             close()
+
+
+def invalid(sample: SampleState, reply: str) -> list[ChatMessage]:
+    """Return the reply to a turn without an action, which the metric `invalid_actions` counts."""
+    sample.extras["metrics"]["invalid_actions"] += 1
+    return [ChatMessage("user", reply)]
 
 
 def note_reward(sample: SampleState, reward: float) -> None:

@@ -12,17 +12,16 @@ import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from inspect import Parameter, signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import imported
 from rl4llm.core.types import ROLES, ChatMessage
+from rl4llm.extensions.adapters.prompts import check_split, prompt_row
 from rl4llm.extensions.adapters.step_rewards import StepsEnv, note_reward
 from rl4llm.runtime.seeds import derive_seed
 
@@ -32,21 +31,11 @@ _BUILDING = threading.RLock()
 _MADE: dict[tuple[Any, ...], list[_Begun]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
+class _Begun(NamedTuple):
     """An environment after its reset, and its first messages; each sample plays a copy of it."""
 
     env: Any
-    messages: tuple[ChatMessage, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stepped:
-    """What a step returned, in one form."""
-
-    messages: tuple[ChatMessage, ...]
-    reward: float
-    done: bool
+    messages: list[ChatMessage]
 
 
 def stepped_prompts(
@@ -58,17 +47,16 @@ def stepped_prompts(
     task_seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Return the first messages of environments as prompts, each with a different seed; 256 unless `limit` is given."""
-    if split not in ("train", "test"):
-        raise ConfigError(f"data.split={split!r} is not accepted. Accepted: train, test.")
+    check_split(split)
     made = {"task": task, "options": dict(options or {}), "task_seed": task_seed, "split": split}
     made["limit"] = limit or DEFAULT_LIMIT
     return [
-        {
-            "prompt_id": f"{split}-{number}",
-            "messages": [{"role": message.role, "content": message.content} for message in begun.messages],
-            "ground_truth": None,
-            COLUMN: made | {"number": number},
-        }
+        prompt_row(
+            f"{split}-{number}",
+            None,
+            [{"role": message.role, "content": message.content} for message in begun.messages],
+            stepped=made | {"number": number},
+        )
         for number, begun in enumerate(_begun(made))
     ]
 
@@ -109,9 +97,9 @@ class SteppedEnv(StepsEnv):
         return [message.content for message in _begun(made)[made["number"]].messages]
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:
-        step = _stepped(self.playing(sample), sample.last_message)
-        note_reward(sample, step.reward)
-        return [] if step.done else list(step.messages)
+        messages, reward = _stepped(self.playing(sample), sample.last_message)
+        note_reward(sample, reward)
+        return messages
 
 
 def _begun(made: Mapping[str, Any]) -> list[_Begun]:
@@ -126,15 +114,15 @@ def _begun(made: Mapping[str, Any]) -> list[_Begun]:
 def _build(made: Mapping[str, Any]) -> list[_Begun]:
     task, options, limit = made["task"], dict(made["options"]), made["limit"]
     cls = imported("env.task", task, "'package.module:Class'")
-    found = []
+    begun = []
     with _seeded(derive_seed("stepped", task, made["task_seed"], made["split"])):
         factory = _factory(cls, options, limit) if hasattr(cls, "create") else None
         for number in range(limit):
             seed = derive_seed("stepped", task, made["task_seed"], made["split"], number) % 2**31
             env = factory.create(number) if factory else cls(**options)
             with _seeded(seed):
-                found.append(_Begun(env, _opening(task, env, seed)))
-    return found
+                begun.append(_Begun(env, _opening(env, seed)))
+    return begun
 
 
 def _factory(cls: Any, options: dict[str, Any], limit: int) -> Any:
@@ -149,50 +137,39 @@ def _factory(cls: Any, options: dict[str, Any], limit: int) -> Any:
     return cls(config)
 
 
-def _opening(task: str, env: Any, seed: int) -> tuple[ChatMessage, ...]:
+def _opening(env: Any, seed: int) -> list[ChatMessage]:
     """Begin an episode; return its first messages."""
     if hasattr(env, "next_query"):
         system = getattr(env, "system_prompt", "")
-        head = (ChatMessage("system", str(system)),) if system else ()
-        return (*head, ChatMessage("user", str(env.next_query)))
-    if not hasattr(env, "reset") or not hasattr(env, "step"):
-        raise ConfigError(
-            f"env.task={task!r} is not played step by step. Accepted: a class with `reset` and `step`, or a factory whose "
-            "objects have `system_prompt`, `next_query` and `step`."
-        )
+        head = [ChatMessage("system", str(system))] if system else []
+        return [*head, ChatMessage("user", str(env.next_query))]
     accepted = signature(env.reset).parameters.values()
     takes_seed = any(item.name == "seed" or item.kind is Parameter.VAR_KEYWORD for item in accepted)
     observation = env.reset(seed=seed) if takes_seed else env.reset()
-    messages = _messages(observation[0] if isinstance(observation, tuple) else observation)
-    if not messages:
-        raise ConfigError(f"env.task={task!r}: reset() returned no message: {observation!r:.100}.")
-    return messages
+    return _messages(observation[0] if isinstance(observation, tuple) else observation)
 
 
-def _stepped(env: Any, said: ChatMessage) -> _Stepped:
-    """Take a step; return what follows, in one form."""
+def _stepped(env: Any, action: ChatMessage) -> tuple[list[ChatMessage], float]:
+    """Take a step; return the messages that follow, none at the end of the episode, and the reward."""
     if hasattr(env, "next_query"):
         before = float(env.reward or 0.0)
-        env.step(said.content)
-        done, reward = bool(env.done), float(env.reward or 0.0) - before
-        return _Stepped(() if done else (ChatMessage("user", str(env.next_query)),), reward, done)
-    result = env.step(said)
-    observation, reward, *ends = result
-    ended = any(end is True for end in ends[:2]) or any(
+        env.step(action.content)
+        messages = [] if env.done else [ChatMessage("user", str(env.next_query))]
+        return messages, float(env.reward or 0.0) - before
+    observation, reward, *ends = env.step(action)
+    done = any(end is True for end in ends[:2]) or any(
         bool(getattr(owner, "done", False)) for owner in (observation, env)
     )
-    messages = _messages(observation)
-    number: Any = getattr(reward, "value", reward)
-    return _Stepped(messages, float(number), ended or not messages)
+    return [] if done else _messages(observation), float(getattr(reward, "value", reward))
 
 
-def _messages(observation: Any) -> tuple[ChatMessage, ...]:
+def _messages(observation: Any) -> list[ChatMessage]:
     """Return an observation as messages: of the user, unless it names another role."""
     if observation is None:
-        return ()
+        return []
     inside = getattr(observation, "messages", observation)
     items = inside if isinstance(inside, Sequence) and not isinstance(inside, str) else [inside]
-    return tuple(_message(item) for item in items)
+    return [_message(item) for item in items]
 
 
 def _message(item: Any) -> ChatMessage:

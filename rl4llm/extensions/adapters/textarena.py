@@ -9,7 +9,7 @@ import numbers
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.registry import needed
 from rl4llm.core.types import ChatMessage
 from rl4llm.envs.roles import RolesEnv
-from rl4llm.runtime.seeds import derive_seed
+from rl4llm.extensions.adapters.prompts import prompt_row, seeds_of, user
 
 COLUMN = "textarena"
 DEFAULT_LIMIT = 256
@@ -40,26 +40,17 @@ def textarena_prompts(
 ) -> list[dict[str, Any]]:
     """Return what the game tells each player at its beginning. Each prompt has a different seed, also across the splits.
 
-    Returns 256 prompts unless `limit` is given. Raises ConfigError for a game that cannot be made or needs `players`.
+    Returns 256 prompts unless `limit` is given. Raises ConfigError for a game that needs `players`.
     """
-    if split not in ("train", "test"):
-        raise ConfigError(f"data.split={split!r} is not accepted. Accepted: train, test.")
-    number_of_players = _number_of_players(task, task_options or {}, players)
+    seeds = seeds_of(split, limit or DEFAULT_LIMIT, "textarena", task, task_seed)
+    options = dict(task_options or {})
+    players = players or _number_of_players(task, options)
     rows = []
-    for number in range(limit or DEFAULT_LIMIT):
-        seed = derive_seed("textarena", task, task_seed, number) % 2**30 * 2 + (split == "test")
-        made = {"task": task, "options": dict(task_options or {}), "players": number_of_players, "seed": seed}
-        game = _begun(made)
-        opening = {_role(player): game.heard(player) for player in range(number_of_players)}
-        messages = [{"role": "user", "content": opening[_role(0)]}]
-        rows.append(
-            {
-                "prompt_id": f"{task}-{split}-{number}",
-                "messages": messages,
-                "ground_truth": None,
-                COLUMN: made | {"opening": opening},
-            }
-        )
+    for number, seed in enumerate(seeds):
+        match = _Match(task, options, players, seed)
+        opening = {_role(player): match.heard(player) for player in range(players)}
+        column = {"task": task, "options": options, "players": players, "seed": seed, "opening": opening}
+        rows.append(prompt_row(f"{task}-{split}-{number}", None, [user(opening[_role(0)])], textarena=column))
     return rows
 
 
@@ -116,13 +107,11 @@ class TextArenaEnv(RolesEnv):
     def _game(self, episode: EpisodeState) -> _Match:
         """Return the game of an episode. Raises EnvError if it does not begin as in the prompt."""
         if id(episode) not in self._games:
-            made = next(iter(episode.seats.values())).columns[COLUMN]
-            game = _begun(made)
-            for player in range(made["players"]):
-                if game.heard(player) != made["opening"][_role(player)]:
-                    raise EnvError(
-                        f"{made['task']} does not begin as in its prompt, although the seed is the same"
-                    )
+            column = dict(next(iter(episode.seats.values())).columns[COLUMN])
+            opening = column.pop("opening")
+            game = _Match(**column)
+            if any(game.heard(player) != opening[_role(player)] for player in range(column["players"])):
+                raise EnvError(f"{column['task']} does not begin as in its prompt, with the same seed")
             self._games[id(episode)] = (episode, game)
         return self._games[id(episode)][1]
 
@@ -199,10 +188,6 @@ class _Match:
                 _restore(kept)
 
 
-def _begun(made: Mapping[str, Any]) -> _Match:
-    return _Match(made["task"], made["options"], made["players"], made["seed"])
-
-
 def _restore(state: tuple[Any, Any]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
@@ -217,20 +202,11 @@ def _role(player: int) -> str:
     return f"player_{player}"
 
 
-def _number_of_players(task: str, options: Mapping[str, Any], chosen: int | None) -> int:
-    """Return how many play. Raises ConfigError for a game that cannot be made, or takes another number."""
+def _number_of_players(task: str, options: Mapping[str, Any]) -> int:
+    """Return how many play. Raises ConfigError for a game that takes several numbers."""
     textarena = _import()
-    fixed = {1: textarena.SinglePlayerState, 2: textarena.TwoPlayerState}
-    where = f"env.task={task!r} with env.task_options={dict(options)}"
-    for players in [chosen] if chosen is not None else fixed:
-        try:
-            state = _Match(task, options, players, 0).state
-        except AssertionError as error:
-            if chosen is not None:
-                raise ConfigError(f"env.players={chosen} is not accepted by {task}: {error}") from error
-        except Exception as error:  # a game's own code
-            raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
-        else:
-            if chosen is not None or isinstance(state, fixed[players]):
+    for players, state in ((1, textarena.SinglePlayerState), (2, textarena.TwoPlayerState)):
+        with suppress(AssertionError):  # a game's own, about the number
+            if isinstance(_Match(task, options, players, 0).state, state):
                 return players
-    raise ConfigError(f"{where} is a game for several numbers of players. Set env.players.")
+    raise ConfigError(f"env.task={task!r} is a game for several numbers of players. Set env.players.")

@@ -19,6 +19,7 @@ from rl4llm.core.base_env import SampleState
 from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import from_extension
+from rl4llm.extensions.adapters.prompts import check_split, prompt_row
 from rl4llm.rewards.pool import RewardFailure
 
 RUNNER = Path(__file__).resolve().with_name("_verifiers.py")
@@ -36,29 +37,21 @@ def verifiers_prompts(
     One prompt in ten is held out for the split "test", chosen by its text alone. Raises ConfigError for tasks that
     cannot be listed.
     """
-    if split not in ("train", "test"):
-        raise ConfigError(f"data.split={split!r} is not accepted. Accepted: train, test.")
-    wanted = {"split": split, "limit": DEFAULT_LIMIT if limit is None else limit}
-    rows = _result(_command("list", task, python, options, 1), wanted, "list the tasks")
+    check_split(split)
+    request = {"split": split, "limit": DEFAULT_LIMIT if limit is None else limit}
+    command = _command("list", task, python, options, 1)
+    done = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+    )
+    if done.returncode:
+        raise ConfigError(f"env.task={task!r} cannot be listed by {python}: {done.stderr.strip()[-2000:]}")
+    rows = json.loads(done.stdout)
     if not rows:
-        way = (
-            "eval.every=0 trains without a held-out set"
-            if split == "test"
-            else "data.split=test with eval.every=0 trains on the held-out tasks"
-        )
         raise ConfigError(
-            f"env.task={task!r} has no task for the split {split!r}. The split test gets one prompt in ten, chosen by its "
-            f"text, so a set of few tasks may leave a split empty. Next: {way}, or give the set more tasks."
+            f"env.task={task!r} has no task for the split {split!r}, since one prompt in ten is held out. Next: "
+            "use eval.every=0, with the split that has tasks, or give the set more tasks."
         )
-    return [
-        {
-            "prompt_id": f"{task}-{row['number']}",
-            "messages": row["messages"],
-            "ground_truth": None,
-            COLUMN: {name: value for name, value in row.items() if name != "messages"},
-        }
-        for row in rows
-    ]
+    return [prompt_row(f"{task}-{row['number']}", None, row.pop("messages"), verifiers=row) for row in rows]
 
 
 class VerifiersEnv(AGENT_ENV):
@@ -123,27 +116,6 @@ def _command(
 ) -> list[str]:
     chosen = {"task": task, "options": dict(options or {}), "max_turns": max_turns}
     return [str(python), "-P", str(RUNNER), verb, json.dumps(chosen)]
-
-
-def _result(command: Sequence[str], what: Mapping[str, Any], aim: str) -> Any:
-    """Return what the runner prints. Raises ConfigError if it cannot."""
-    where = f"env.python={command[0]!r}"
-    try:
-        done = subprocess.run(
-            command, input=json.dumps(what), capture_output=True, text=True, timeout=RUN_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{where} took more than {RUN_TIMEOUT_S:g} s to {aim}.") from error
-    except OSError as error:
-        raise ConfigError(
-            f"{where} cannot be started: {error}. Next step: python -m venv ../verifiers && ../verifiers/bin/pip install "
-            "'verifiers>=0.4', and env.python=../verifiers/bin/python."
-        ) from error
-    if done.returncode:
-        raise ConfigError(
-            f"{where} could not {aim}: {done.stderr.strip()[-2000:] or f'exit code {done.returncode}'}"
-        )
-    return json.loads(done.stdout)
 
 
 def _verdict(output: str) -> dict[str, Any] | None:

@@ -75,11 +75,6 @@ class SumFactory:
         return Sum(10 * rollout_idx)
 
 
-class NoSteps:
-    def reset(self):
-        return "begin"
-
-
 class Drifts:
     """Begins with another message each time."""
 

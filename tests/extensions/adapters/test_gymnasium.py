@@ -159,19 +159,15 @@ def test_gymnasium_splits_and_episodes_have_different_seeds():
 
 def test_gymnasium_ignoring_its_seed_fails_the_episode(tokenizer):
     result = play(made(tokenizer, task="Broken-v0"), tokenizer, {"": ["hello"]})
-    assert not result.trajectories
-    said = "Broken-v0 does not begin as in its prompt, although the seed is the same: 'beginning"
-    assert said in result.failed[0].failure
+    assert not result.trajectories and {sample.failure_class for sample in result.failed} == {"env/raised"}
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"task": "FrozenLaek-v1"}, "cannot be made: .*FrozenLake"),
-    ({"task": "no_such_module:X-v0"}, "cannot be made: .*no_such_module"),
-    ({"task": "FrozenLake-v1", "task_options": {"slippery": True}}, "cannot be made: .*'slippery'"),
-    ({"task": "FrozenLake-v1", "actions": ["left"]}, "4 different names, one for each action"),
-    ({"task": "CartPole-v1", "actions": ["left", "left"]}, "2 different names"),
-    ({"task": "Pendulum-v1"}, "has the action space Box.* Accepted: Discrete, Text"),
+@pytest.mark.parametrize("options", [
+    {"task": "FrozenLake-v1", "actions": ["left"]},
+    {"task": "CartPole-v1", "actions": ["left", "left"]},
+    {"task": "Pendulum-v1"},
+    {"task": "Taxi-v4", "split": "dev"},
 ])  # fmt: skip
-def test_unplayable_tasks_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        GymnasiumEnv.prompts("train", 1, **options)
+def test_unplayable_tasks_and_unknown_splits_are_refused(options):
+    with pytest.raises(ConfigError):
+        GymnasiumEnv.prompts(**{"split": "train", "limit": 1, **options})

@@ -12,7 +12,7 @@ import pytest
 from played import played
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.adapters.openenv import OpenEnv, _NoActionError
+from rl4llm.extensions.adapters.openenv import OpenEnv
 from rl4llm.extensions.adapters.step_rewards import StepRewards
 from rl4llm.runtime.ports import free_port
 from rl4llm.testing import ScriptedClient, check_env
@@ -68,9 +68,8 @@ def test_openenv_episode_follows_the_server_and_its_rewards(tokenizer, url):
 @pytest.mark.parametrize("reply", ["left", "[1]", "{1}", '{"guess": ' + "[" * 100_000 + "]" * 100_000 + "}"])
 def test_reply_without_an_action_is_not_one(reply):
     env = OpenEnv.__new__(OpenEnv)
-    env.action, env.fields = None, ["guess"]
-    with pytest.raises(_NoActionError, match="a JSON object with guess"):
-        env._action(reply)
+    env.action = None
+    assert env._action(reply) is None
 
 
 def test_the_splits_have_other_seeds(url):
@@ -92,19 +91,9 @@ def test_what_breaks_on_the_server_fails_the_episode_alone(tokenizer, url):
 
 def test_an_environment_that_forgets_its_seed_fails_the_episode(tokenizer, url):
     result = play(made(tokenizer, url, reset_options={"forgets": True}), tokenizer, {"": ["0"]})
-    assert not result.trajectories
-    assert "does not begin as in its prompt" in result.failed[0].failure
+    assert not result.trajectories and {sample.failure_class for sample in result.failed} == {"env/raised"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"action": "nubmer"}, "env.action='nubmer' is unknown. Known: number. Did you mean 'number'")],
-)
-def test_a_wrong_option_is_named(tokenizer, url, options, message):
-    with pytest.raises(ConfigError, match=message):
-        made(tokenizer, url, **options)
-
-
-def test_unreachable_server_is_refused():
-    with pytest.raises(ConfigError, match="cannot connect to an OpenEnv server"):
-        OpenEnv.prompts("train", 1, url=f"http://127.0.0.1:{free_port('127.0.0.1')}")
+def test_an_unknown_field_of_actions_is_refused(tokenizer, url):
+    with pytest.raises(ConfigError):
+        made(tokenizer, url, action="nubmer")

@@ -114,7 +114,7 @@ def test_an_episode_without_numbers_as_rewards_fails(play, monkeypatch):
 
     monkeypatch.setattr(Letters, "step", end)
     _, result = play({"": ["a"]}, task="Letters-v1")
-    assert not result.trajectories and "the game ended with the rewards" in result.failed[0].failure
+    assert not result.trajectories and result.failed[0].failure_class == "env/raised"
 
 
 def test_games_keep_their_random_numbers_apart(play):
@@ -137,15 +137,9 @@ def test_splits_of_games_share_no_seed():
     assert len(set(seeds)) == 40
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"task": "TicTacTo-v0"}, "env.task='TicTacTo-v0'.*cannot be made: ValueError"),
-    ({"task": "TicTacToe-v0", "players": 3}, "env.players=3 is not accepted by TicTacToe-v0"),
-    ({"task": "TicTacToe-v0", "task_options": {"size": 4}}, "cannot be made: TypeError"),
-    ({"task": "SecretMafia-v0"}, "several numbers of players. Set env.players"),
-])  # fmt: skip
-def test_games_that_cannot_be_played_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        textarena_prompts("train", 1, **options)
+def test_games_for_several_numbers_of_players_need_one():
+    with pytest.raises(ConfigError):
+        textarena_prompts("train", 1, task="SecretMafia-v0")
 
 
 @pytest.mark.parametrize("players", [1, 2])
