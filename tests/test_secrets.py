@@ -119,12 +119,12 @@ def test_files_for_other_machines_name_the_variables_of_secrets(config_file, tmp
         "inference.url=null",
         "inference.api_key=${oc.env:OWN}",
     ]
-    _, files, _, job = prepared("slurm", str(config_file), keys, options=[], out=tmp_path)
+    _, files, _, job = prepared("slurm", str(config_file), keys, options={}, out=tmp_path)
     assert "OWN" in job.secrets and "MODEL" not in job.secrets
     text = yaml.safe_load(files["config.yaml"])
     assert text["inference"]["api_key"] == "${oc.env:OWN}" and text["model"]["path"] == os.environ["MODEL"]
     with pytest.raises(ConfigError, match=r"inference\.api_key contains a key"):
-        prepared("slurm", str(config_file), [*keys, "inference.api_key=own-secret"], options=[], out=tmp_path)
+        prepared("slurm", str(config_file), [*keys, "inference.api_key=own-secret"], options={}, out=tmp_path)
 
 
 def test_a_reference_to_a_reference_stays_a_reference(monkeypatch):

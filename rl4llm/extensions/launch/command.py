@@ -13,7 +13,14 @@ from rl4llm.commands.output import say, show
 from rl4llm.core.errors import ConfigError
 
 ROLES = ("trainer", "server", "router", "env")
-OF_RANKS = ("nproc", "nnodes", "node_rank", "rendezvous", "restarts")  # options without --on and --as
+OF_RANKS, OF_FILES = ("nproc", "nnodes", "node_rank", "rendezvous", "restarts"), ("option", "out", "submit")
+NO_EFFECT = {
+    "with --on local": (*OF_RANKS, *OF_FILES),
+    "with --on": (*OF_RANKS, "force", "dry_run"),
+    "with --as": (*OF_RANKS, *OF_FILES),
+    "without --on or --as": (*OF_FILES, "dry_run"),
+}
+"""Options that each way to launch would ignore."""
 
 
 def add(commands: Any) -> None:
@@ -36,12 +43,8 @@ def add(commands: Any) -> None:
         "--restarts", type=int, metavar="N", help="restarts in a row without a new checkpoint (default: 0)"
     )
     add_force(command)
-    add_launchers(command)
-
-
-def add_launchers(command: argparse.ArgumentParser) -> None:
-    """Add ``--on slurm --submit`` for a whole run, ``--as server`` for one process of it."""
-    command.add_argument(
+    ways = command.add_mutually_exclusive_group()
+    ways.add_argument(
         "--on",
         metavar="LAUNCHER",
         help="start all processes of the section `launch` with a launcher: local, slurm, ...",
@@ -49,6 +52,7 @@ def add_launchers(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--option",
         action="append",
+        type=key_value,
         default=[],
         metavar="KEY=VALUE",
         help="option passed to the launcher; may be repeated",
@@ -57,7 +61,7 @@ def add_launchers(command: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="DIR", help="directory for its files (default: output.dir-LAUNCHER)"
     )
     command.add_argument("--submit", action="store_true", help="also submit the files")
-    command.add_argument(
+    ways.add_argument(
         "--as",
         dest="role",
         choices=ROLES,
@@ -67,39 +71,22 @@ def add_launchers(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dry-run", action="store_true", help=about)
 
 
+def key_value(text: str) -> tuple[str, str]:
+    name, value = text.split("=", 1)
+    return name, value
+
+
 def run(arguments: argparse.Namespace) -> int:
-    _check(arguments)
-    if arguments.on == "local":
-        return _here(arguments)
     if arguments.on:
-        return _elsewhere(arguments)
-    if arguments.role:
-        return _part(arguments)
-    return _ranks(arguments)
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options that would have no effect."""
-    if arguments.on and arguments.role:
-        raise ConfigError(
-            "--on starts all processes of a run, --as is one of them. Use only one of the two options."
-        )
-    whole, here = arguments.on or arguments.role, arguments.on in (None, "local")
-    alone = {name: getattr(arguments, name) is not None for name in OF_RANKS}
-    launcher = {"option": arguments.option, "out": arguments.out, "submit": arguments.submit}
-    refused = {
-        "with --on or --as; use launch.nproc and launch.nodes in the configuration": alone if whole else {},
-        "without --on LAUNCHER": {} if arguments.on else launcher,
-        "with --on local, which writes and submits no files": launcher if arguments.on == "local" else {},
-        "with --on, except --on local": {}
-        if here
-        else {"force": arguments.force, "dry_run": arguments.dry_run},
-        "without --on or --as": {} if whole else {"dry_run": arguments.dry_run},
-    }
-    for why, options in refused.items():
-        for name, given in options.items():
-            if given:
-                raise ConfigError(f"--{name.replace('_', '-')} is not accepted {why}.")
+        here = arguments.on == "local"
+        way, start = ("with --on local", _here) if here else ("with --on", _elsewhere)
+    else:
+        way, start = ("with --as", _part) if arguments.role else ("without --on or --as", _ranks)
+    for name in NO_EFFECT[way]:
+        value = getattr(arguments, name)
+        if value or type(value) is int:
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect {way}. Remove it, or see --help.")
+    return start(arguments)
 
 
 def _check_config(arguments: argparse.Namespace) -> None:
@@ -116,16 +103,16 @@ def _ranks(arguments: argparse.Namespace) -> int:
     from rl4llm.config import load_config
     from rl4llm.extensions.launch.ranks import Nodes, launch
 
-    config = load_config(arguments.config, arguments.overrides)
-    nproc = config.launch.nproc if arguments.nproc is None else arguments.nproc
-    nnodes, node_rank = 1 if arguments.nnodes is None else arguments.nnodes, arguments.node_rank or 0
-    restarts = arguments.restarts or 0
-    if nnodes > 1 and not arguments.rendezvous:
-        raise ConfigError("--nnodes above 1 needs --rendezvous HOST:PORT, the same on every machine.")
+    nproc = arguments.nproc or load_config(arguments.config, arguments.overrides).launch.nproc
+    nodes = Nodes(nproc, arguments.nnodes or 1, arguments.node_rank or 0, arguments.rendezvous)
     _check_config(arguments)
-    nodes = Nodes(nproc, nnodes, node_rank, arguments.rendezvous)
     return launch(
-        arguments.config, arguments.overrides, nodes=nodes, restarts=restarts, force=arguments.force, say=say
+        arguments.config,
+        arguments.overrides,
+        nodes=nodes,
+        restarts=arguments.restarts or 0,
+        force=arguments.force,
+        say=say,
     )
 
 
@@ -137,12 +124,11 @@ def _here(arguments: argparse.Namespace) -> int:
     _check_config(arguments)
     if not arguments.dry_run:
         return launch_here(arguments.config, arguments.overrides, force=arguments.force, say=say)
-    found, shared = planned(
-        arguments.config, arguments.overrides, force=arguments.force, gpus=visible_gpus(os.environ) or None
-    )
-    for place in found:
-        known = [f"{name}={value}" for name, value in {**shared, **place.environ()}.items()]
-        show(shlex.join(["env", *known, *place.role.command]))
+    gpus = visible_gpus(os.environ) or None
+    processes, shared = planned(arguments.config, arguments.overrides, force=arguments.force, gpus=gpus)
+    for process in processes:
+        environ = [f"{name}={value}" for name, value in {**shared, **process.environ()}.items()]
+        show(shlex.join(["env", *environ, *process.role.command]))
     return 0
 
 
@@ -155,7 +141,7 @@ def _elsewhere(arguments: argparse.Namespace) -> int:
         arguments.on,
         arguments.config,
         arguments.overrides,
-        options=arguments.option,
+        options=dict(arguments.option),
         out=arguments.out,
         submit=arguments.submit,
         say=say,
@@ -166,10 +152,9 @@ def _part(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.launch.roles import part
 
     words = part(arguments.config, arguments.overrides, arguments.role, os.environ, force=arguments.force)
+    (show if arguments.dry_run else say)(f"rl4llm {shlex.join(words)}")
     if arguments.dry_run:
-        show(f"rl4llm {shlex.join(words)}")
         return 0
-    say(f"rl4llm {shlex.join(words)}")
     from rl4llm.cli import main
 
     return main(words)

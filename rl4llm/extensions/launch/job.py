@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.extensions.launch.roles import Role
 
 
@@ -19,6 +18,7 @@ class ClusterJob:
         roles: those of the run, trainer first.
         directory: base of relative paths in the configuration, on every machine.
         options: the values of `--option KEY=VALUE`; each launcher's module lists its options.
+        config: the text of the configuration.
     """
 
     name: str
@@ -31,13 +31,3 @@ class ClusterJob:
     def secrets(self) -> list[str]:
         """Environment variables that must be set where the job is submitted."""
         return list(dict.fromkeys(name for role in self.roles for name in role.secrets))
-
-    def secrets_are_set(self) -> list[str]:
-        """Return lines that end a bash script at once if a secret is missing; its value is in no file."""
-        return [f': "${{{name}:?must be set to a long random string}}"' for name in self.secrets]
-
-    def check_options(self, known: Sequence[str], launcher: str) -> None:
-        """Refuse options that the launcher does not know."""
-        for name in self.options:
-            if name not in known:
-                raise ConfigError(unknown(f"--on {launcher}: --option", name, known))

@@ -7,8 +7,8 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rl4llm.config import Config, load_config, to_yaml
 from rl4llm.core.errors import ConfigError, unknown
@@ -16,28 +16,9 @@ from rl4llm.extensions.launch import modal, slurm
 from rl4llm.extensions.launch.job import ClusterJob
 from rl4llm.extensions.launch.roles import roles
 
-CONFIG = "config.yaml"
-
-
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """Starts processes on machines.
-
-    Args:
-        render: returns the files of a job, by name, besides its configuration.
-        submit: the command that submits them, run in their directory.
-        config: path of the configuration for the processes; "" for next to the files, on a shared file system.
-    """
-
-    render: Callable[[ClusterJob], Mapping[str, str]]
-    submit: Sequence[str]
-    config: str = ""
-
-
-LAUNCHERS: Mapping[str, Launcher] = {
-    "slurm": Launcher(slurm.render, slurm.SUBMIT),
-    "modal": Launcher(modal.render, modal.SUBMIT, config=modal.CONFIG),
-}
+LAUNCHERS: Mapping[str, Any] = {"slurm": slurm, "modal": modal}
+"""Modules with `render`, which returns the files of a job by name, `SUBMIT`, the command that submits them, and `CONFIG`,
+the path of the configuration for the processes, "" for next to the files, on a shared file system."""
 
 
 def launch_on(
@@ -45,26 +26,22 @@ def launch_on(
     config: str,
     overrides: Sequence[str],
     *,
-    options: Sequence[str],
+    options: Mapping[str, str],
     out: Path | None,
     submit: bool,
     say: Callable[[str], None],
 ) -> int:
-    """Write a job's files, submit them if asked to, and return the exit code. Raises ConfigError before writing
-    anything.
-    """
+    """Write a job's files, submit them if asked to, and return the exit code."""
     directory, files, words, job = prepared(name, config, overrides, options=options, out=out)
     missing = [key for key in job.secrets if submit and not os.environ.get(key)]
-    if missing:
+    if missing:  # the job would wait in the queue first
         raise ConfigError(f"{missing[0]} is not set. Next: export {missing[0]}=$(openssl rand -hex 32)")
     directory.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
         (directory / file).write_text(text)
     say(f"Wrote {', '.join(str(directory / file) for file in files)}")
     if job.secrets:
-        say(
-            f"Environment variables that must be set where it runs (no file contains them): {', '.join(job.secrets)}"
-        )
+        say(f"No file contains these environment variables, which must be set: {', '.join(job.secrets)}")
     if not submit:
         say(f"Submit with --submit, or:\n  cd {shlex.quote(str(directory))} && {shlex.join(words)}")
         return 0
@@ -72,7 +49,7 @@ def launch_on(
 
 
 def prepared(
-    name: str, config: str, overrides: Sequence[str], *, options: Sequence[str], out: Path | None
+    name: str, config: str, overrides: Sequence[str], *, options: Mapping[str, str], out: Path | None
 ) -> tuple[Path, dict[str, str], list[str], ClusterJob]:
     """Return the directory of a job's files, their texts by name, the command that submits them there, and the job.
 
@@ -82,23 +59,18 @@ def prepared(
         raise ConfigError(unknown("--on", name, ("local", *LAUNCHERS)))
     chosen, launcher = load_config(config, overrides), LAUNCHERS[name]
     directory = out or Path(f"{chosen.output.dir.rstrip('/')}-{name}")
-    path = launcher.config or str((directory / CONFIG).resolve())
-    wanted = roles(chosen, ("rl4llm", "launch", path))
-    job = ClusterJob(_name(chosen), wanted, Path.cwd(), _given(options), to_yaml(chosen, elsewhere=True))
-    return directory, {**launcher.render(job), CONFIG: job.config}, list(launcher.submit), job
+    path = launcher.CONFIG or str((directory / "config.yaml").resolve())
+    job = ClusterJob(
+        _name(chosen),
+        roles(chosen, ("rl4llm", "launch", path)),
+        Path.cwd(),
+        options,
+        to_yaml(chosen, elsewhere=True),
+    )
+    return directory, {**launcher.render(job), "config.yaml": job.config}, list(launcher.SUBMIT), job
 
 
 def _name(config: Config) -> str:
     """Return the name of a job, from the last part of output.dir."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(config.output.dir).name.lower()).strip("-")[:40].strip("-")
     return name if name[:1].isalpha() else f"run-{name}" if name else "rl4llm"
-
-
-def _given(options: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for text in options:
-        name, equals, value = text.partition("=")
-        if not name or not equals or not value.isprintable():
-            raise ConfigError(f"--option {text!r} is not accepted. Accepted: KEY=VALUE, in one line.")
-        found[name] = value
-    return found

@@ -10,12 +10,12 @@ as ``deepspeed,wandb``; `secret`, a Modal secret with further keys that the run 
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-from typing import Any
+import os
+from pathlib import Path
 
 import yaml
 
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.extensions.launch.job import ClusterJob
 
 APP = "modal_app.py"
@@ -48,49 +48,21 @@ def train():
 
 
 def render(job: ClusterJob) -> dict[str, str]:
-    """Return the app. Raises ConfigError for a run that Modal does not support."""
-    check(job)
-    return {APP: TEXT.format(name=job.name, options=dict(job.options))}
-
-
-def check(job: ClusterJob) -> None:
-    """Raise ConfigError for a run that Modal does not support."""
-    job.check_options(OPTIONS, "modal")
-    _check_roles(job)
-    _check_files(yaml.safe_load(job.config))
-
-
-def _check_roles(job: ClusterJob) -> None:
-    """Refuse roles that Modal cannot run: containers connect only over HTTPS, and one of them trains."""
-    counts = {role.name: role.count for role in job.roles}
-    refusals = {
-        f"launch.nodes={counts['trainer']} is not accepted with --on modal, where one container trains. Next: set "
-        "launch.nodes=1 and launch.nproc up to 8.": counts["trainer"] > 1,
-        "launch.router=true is not accepted with --on modal. Next: remove it; requests are balanced without it.":
-        "router" in counts,
-        f"launch.env_hosts={counts.get('env')} is not accepted with --on modal: containers cannot connect by gRPC. Next: "
-        "remove it, or set env.remote to hosts outside Modal.": "env" in counts,
-        "--on modal needs launch.gpu, such as H100, and launch.server_gpu if servers use another GPU.":
-        any(role.gpus and not role.gpu for role in job.roles),
-    }  # fmt: skip
-    for text, applies in refusals.items():
-        if applies:
-            raise ConfigError(text)
-
-
-def _check_files(config: dict[str, Any]) -> None:
-    """Refuse directories outside the volume, which servers read and the run keeps."""
-    way = config["sync"]["name"]
-    for key, path in (("output.dir", config["output"]["dir"]), ("sync.dir", config["sync"]["dir"] or "")):
-        directory = PurePosixPath(path)
-        elsewhere = directory.is_absolute() and not directory.is_relative_to(SHARED)
-        if elsewhere or ".." in directory.parts:
-            raise ConfigError(
-                f"{key}={directory} is not accepted: it must be on the volume at {SHARED}. Next: "
-                f"set {key}=runs/{directory.name}."
-            )
-    if way not in SYNC:
+    """Return the app. Raises ConfigError for what would end only in a container, or lose the run's files."""
+    for name in job.options:
+        if name not in OPTIONS:
+            raise ConfigError(unknown("--on modal: --option", name, OPTIONS))
+    if job.roles[0].count > 1 or not {role.name for role in job.roles} <= {"trainer", "server"}:
+        # containers connect only over HTTPS, so not by gRPC or torchrun
         raise ConfigError(
-            f"sync.name={way!r} is not accepted with --on modal: new files appear late on a volume, and this method does "
-            f"not wait for them. Accepted: {', '.join(SYNC)}."
+            "--on modal starts one trainer and servers. Set launch.nodes=1, launch.router=false and launch.env_hosts=0."
         )
+    if any(role.gpus and not role.gpu for role in job.roles):
+        raise ConfigError("--on modal needs launch.gpu, such as H100.")
+    config = yaml.safe_load(job.config)
+    for key, path in (("output.dir", config["output"]["dir"]), ("sync.dir", config["sync"]["dir"] or "")):
+        if not Path(os.path.normpath(Path(SHARED, path))).is_relative_to(SHARED):
+            raise ConfigError(f"{key}={path} is not on the volume {SHARED}. Set {key}=runs/NAME.")
+    if (sync := config["sync"]["name"]) not in SYNC:  # others do not wait for new files, which appear late
+        raise ConfigError(f"sync.name={sync!r} does not work on a volume. Accepted: {', '.join(SYNC)}.")
+    return {APP: TEXT.format(name=job.name, options=dict(job.options))}

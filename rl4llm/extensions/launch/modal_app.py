@@ -34,9 +34,8 @@ from packaging.requirements import Requirement
 from rl4llm.commands.output import say
 from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.extensions.launch.job import ClusterJob
-from rl4llm.extensions.launch.modal import CONFIG, SHARED, check
-from rl4llm.extensions.launch.roles import NUMBER, SGLANG, Role, hosts_variable, roles
+from rl4llm.extensions.launch.modal import CONFIG, SHARED
+from rl4llm.extensions.launch.roles import NUMBER, PORTS, SGLANG, Role, hosts_variable, roles
 from rl4llm.runtime.supervise import start
 
 VOLUME = "RL4LLM_VOLUME"
@@ -74,40 +73,31 @@ class ModalRun:
 
 
 def build(path: Path, name: str, options: Mapping[str, str]) -> ModalRun:
-    """Return the app of a configuration, not started, whose file is copied into every container. Raises ConfigError."""
+    """Return the app of a configuration, not started, whose file is copied into every container."""
     config = load_config(path)
-    wanted = {role.name: role for role in roles(config, ("rl4llm", "launch", CONFIG))}
-    # Its files may have changed since `rl4llm launch` wrote them.
-    check(ClusterJob(name, list(wanted.values()), Path(SHARED), options, path.read_text()))
-    image = _image(config, path, options, servers="server" in wanted)
+    trainer, *others = roles(config, ("rl4llm", "launch", CONFIG))
     disk = options.get("volume", "rl4llm")
     shared: dict[str, Any] = {
-        "image": image,
+        "image": _image(config, path, options, servers=bool(others)),
         "volumes": {SHARED: modal.Volume.from_name(disk, create_if_missing=True)},
         "env": {VOLUME: disk},
+        "secrets": _secrets(trainer, options),
     }
-    keys: dict[str, Any] = {"secrets": _secrets(wanted["trainer"], options)}
     app = modal.App(name, include_source=False)
-    trainer, server = wanted["trainer"], wanted.get("server")
-    limits: dict[str, Any] = {
-        "timeout": DAY_S,
-        "retries": RETRIES,
-        "max_containers": 1,
-        "single_use_containers": True,
-    }
-    return ModalRun(
-        app,
-        app.function(name="trainer", gpu=_gpu(trainer), **limits, **shared, **keys)(actor),
-        [_server(app, server, number, shared | keys) for number in range(server.count)] if server else [],
+    one: dict[str, Any] = {"max_containers": 1, "single_use_containers": True}
+    train = app.function(name="trainer", gpu=_gpu(trainer), timeout=DAY_S, retries=RETRIES, **one, **shared)(
+        actor
     )
+    servers = [_server(app, role, number, shared) for role in others for number in range(role.count)]
+    return ModalRun(app, train, servers)
 
 
 def actor(server_urls: list[str]) -> int:
     """Train or resume the run in a container; return the exit code."""
     config = load_config(CONFIG)
     role = _role(config, "trainer", _fitted(config))
-    known = {NUMBER: "0", **_known(server_urls)}
-    code = _synced(_volume().commit, role.command, known, Path(SHARED))
+    environ = {NUMBER: "0", **_environ(server_urls)}
+    code = _synced(_volume().commit, role.command, environ, Path(SHARED))
     if code == STOPPED:
         # Modal retries the call, which resumes the run
         raise RuntimeError("The run was stopped; it resumes from its last checkpoint.")
@@ -121,7 +111,7 @@ def worker() -> int:
     role = _role(config, "server", [f"model.path={local}"] if local.is_dir() else [])
     names = [f"server-{number}" for number in range(role.count)]
     # A volume cannot be reloaded while a working directory is on it.
-    return _synced(_volume().reload, role.command, _known(names), Path("/"))
+    return _synced(_volume().reload, role.command, _environ(names), Path("/"))
 
 
 def _synced(
@@ -216,11 +206,17 @@ class Programs:
 
 def _server(app: modal.App, role: Role, number: int, shared: Mapping[str, Any]) -> modal.Server:
     """Return one server with exactly one container: each is notified of new weights at its own address."""
-    own = {"env": {**shared["env"], NUMBER: str(number)}, "min_containers": 1, "max_containers": 1}
-    place = {"name": f"server-{number}", "port": role.port(number), "gpu": _gpu(role)}
-    keyed = {"unauthenticated": True}  # Modal checks no key, since SGLang checks its own
-    boots = {"startup_timeout": BOOTS_WITHIN_S, "target_concurrency": 0}
-    return app.server(**{**shared, **place, **own, **keyed, **boots})(Worker)
+    return app.server(
+        **{**shared, "env": {**shared["env"], NUMBER: str(number)}},
+        name=f"server-{number}",
+        port=PORTS[role.name] + number,
+        gpu=_gpu(role),
+        min_containers=1,
+        max_containers=1,
+        unauthenticated=True,  # Modal checks no key, since SGLang checks its own
+        startup_timeout=BOOTS_WITHIN_S,
+        target_concurrency=0,
+    )(Worker)
 
 
 def _image(config: Config, path: Path, options: Mapping[str, str], *, servers: bool) -> modal.Image:
@@ -237,48 +233,47 @@ def _image(config: Config, path: Path, options: Mapping[str, str], *, servers: b
             make = [f"python -m venv {SERVERS}", f"{SERVERS}/bin/pip install '{SGLANG}'"]
             image = image.run_commands(*make).env({"RL4LLM_SGLANG_PYTHON": f"{SERVERS}/bin/python"})
         image = image.add_local_python_source("rl4llm", ignore=CACHES)
-    own = sorted(set(_own_modules(config)))
-    image = image.add_local_python_source(*own, ignore=CACHES) if own else image
+    if modules := _named_modules(config):
+        image = image.add_local_python_source(*modules, ignore=CACHES)
     return image.add_local_file(path, CONFIG)
 
 
 def _requirements(extras: Sequence[str]) -> list[str]:
     """Return what pip must install for this version of rl4llm."""
-    needed = [Requirement(text) for text in importlib.metadata.requires("rl4llm") or ()]
-    known = importlib.metadata.metadata("rl4llm").get_all("Provides-Extra") or ()
+    requirements = [Requirement(text) for text in importlib.metadata.requires("rl4llm") or ()]
+    extras_known = importlib.metadata.metadata("rl4llm").get_all("Provides-Extra") or ()
     for name in extras:
-        if name not in known:
-            raise ConfigError(unknown("--option extras", name, known))
-    wanted = [
-        item
-        for item in needed
+        if name not in extras_known:
+            raise ConfigError(unknown("--option extras", name, extras_known))
+    return [
+        str(item).partition(";")[0].strip()
+        for item in requirements
         if not item.marker or any(item.marker.evaluate({"extra": name}) for name in extras)
     ]
-    return [str(item).partition(";")[0].strip() for item in wanted]
 
 
-def _own_modules(config: Any) -> Iterator[str]:
-    """Yield the top-level modules of classes and functions that a configuration names as ``package.module:Name``."""
-    if isinstance(config, Mapping):
-        # a model name may look like llama3:latest
-        for value in (value for key, value in config.items() if key != "model"):
-            yield from _own_modules(value)
-    elif isinstance(config, list | tuple):
-        for value in config:
-            yield from _own_modules(value)
-    elif isinstance(config, Config):
-        named = [config.env, config.rewards, config.parts, config.algorithm, config.inference, config.backend]
-        yield from _own_modules([*named, config.sandbox.level])
-    elif isinstance(config, str) and NAMED.fullmatch(config):
-        module = re.split(r"[.:]", config)[0]
-        if module != "rl4llm":
-            yield module
+def _named_modules(config: Config) -> list[str]:
+    """Return the top-level modules of classes and functions that a configuration names as ``package.module:Name``."""
+    sections = [config.env, config.rewards, config.parts, config.algorithm, config.inference, config.backend]
+    names = filter(NAMED.fullmatch, _strings([*sections, config.sandbox.level]))
+    return sorted({re.split(r"[.:]", name)[0] for name in names} - {"rl4llm"})
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the strings in a value, except models, whose names may look like llama3:latest."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings([item for key, item in value.items() if key != "model"])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
 
 
 def _secrets(trainer: Role, options: Mapping[str, str]) -> list[modal.Secret]:
     """Return the run's keys, from the caller's environment, and the Modal secret of the options."""
-    own = [modal.Secret.from_local_environ(list(trainer.secrets))] if trainer.secrets else []
-    return own + ([modal.Secret.from_name(options["secret"])] if "secret" in options else [])
+    keys = [modal.Secret.from_local_environ(list(trainer.secrets))] if trainer.secrets else []
+    return keys + ([modal.Secret.from_name(options["secret"])] if "secret" in options else [])
 
 
 def _gpu(role: Role) -> str | None:
@@ -291,7 +286,7 @@ def _role(config: Config, name: str, overrides: Sequence[str]) -> Role:
     return next(role for role in roles(config, command) if role.name == name)
 
 
-def _known(servers: Sequence[str]) -> dict[str, str]:
+def _environ(servers: Sequence[str]) -> dict[str, str]:
     """Return the environment variables of every process of the run."""
     path = os.pathsep.join(filter(None, [SOURCES, os.environ.get("PYTHONPATH")]))
     return {

@@ -45,6 +45,10 @@ class Nodes:
     node_rank: int = 0
     rendezvous: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.nnodes > 1 and not self.rendezvous:  # each machine would train alone
+            raise ConfigError("--nnodes above 1 needs --rendezvous HOST:PORT, the same on every machine.")
+
     def torchrun(self) -> list[str]:
         """Return the words that start this number of processes of the command that follows."""
         words = [sys.executable, "-m", "rl4llm.extensions.launch.torchrun", f"--nproc-per-node={self.nproc}"]
@@ -59,8 +63,8 @@ class Nodes:
         if self.nnodes == 1 or self.rendezvous is None:
             return {}
         address = _own_address(self.rendezvous)
-        owners = {item.address: name for name, own in psutil.net_if_addrs().items() for item in own}
-        return {"GLOO_SOCKET_IFNAME": owners[address]} if address in owners else {}
+        interfaces = {item.address: name for name, items in psutil.net_if_addrs().items() for item in items}
+        return {"GLOO_SOCKET_IFNAME": interfaces[address]} if address in interfaces else {}
 
 
 class Supervisor:
@@ -158,27 +162,15 @@ def launch(
 
 
 def _own_address(rendezvous: str) -> str:
-    """Return this machine's address in the network through which it reaches HOST:PORT. Raises ConfigError if there is
-    none.
-    """
+    """Return this machine's address in the network through which it reaches HOST:PORT."""
     host, _, port = rendezvous.rpartition(":")
-    try:
-        if not 0 < int(port) < 65536:
-            raise ValueError(f"{port} is not a port")
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, _, _, there = found[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(there)  # which sends nothing
-            address = probe.getsockname()[0]
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--rendezvous {rendezvous} cannot be reached from this machine: {error}. Accepted: HOST:PORT of machine 0, the "
-            "same on all machines, such as 10.0.0.1:29500."
-        ) from error
+    family, kind, _, _, peer = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(peer)  # which sends nothing
+        address = probe.getsockname()[0]
     if ipaddress.ip_address(address).is_loopback and host not in (address, "localhost"):
-        raise ConfigError(
-            f"--rendezvous {rendezvous} is {address} on this machine, which other machines cannot reach. Use the address of "
-            "machine 0 in the network that the machines share."
+        raise ConfigError(  # the others would wait for it
+            f"--rendezvous {rendezvous} is {address} here, where others cannot reach it. Use another address of machine 0."
         )
     return address
 

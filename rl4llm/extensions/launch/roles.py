@@ -62,10 +62,6 @@ class Role:
     shares_gpus: bool = False
     cpus: int = CPUS
 
-    def port(self, number: int) -> int:
-        """Return the port of the process with this number."""
-        return PORTS[self.name] + number
-
 
 def roles(config: Config, command: Sequence[str], *, here: bool = False) -> list[Role]:
     """Return the roles of a configuration's run, trainer first. Raises ConfigError for roles that do not go together.
@@ -108,18 +104,17 @@ def hosts_variable(role: str) -> str:
     return f"RL4LLM_{role.upper()}_HOSTS"
 
 
-def read_hosts(environ: Mapping[str, str], wanted: Sequence[Role]) -> dict[str, list[str]]:
+def read_hosts(environ: Mapping[str, str], roles: Sequence[Role]) -> dict[str, list[str]]:
     """Return the hosts of each role, from the environment. Raises ConfigError if a role lacks hosts."""
-    found = {}
-    for role in wanted:
-        variable = hosts_variable(role.name)
-        found[role.name] = [host.strip() for host in environ.get(variable, "").split(",") if host.strip()]
-        if len(found[role.name]) != role.count:
+    hosts = {}
+    for role in roles:
+        text = environ.get(hosts_variable(role.name), "")
+        hosts[role.name] = [host.strip() for host in text.split(",") if host.strip()]
+        if len(hosts[role.name]) != role.count:
             raise ConfigError(
-                f"{variable}={environ.get(variable, '')!r} is not accepted. Accepted: {role.count} host(s) separated by "
-                "commas, as in the section `launch`. The files of `rl4llm launch --on LAUNCHER` set this variable."
+                f"{hosts_variable(role.name)}={text!r} is not accepted. Accepted: {role.count} host(s)."
             )
-    return found
+    return hosts
 
 
 def words(
@@ -134,9 +129,9 @@ def words(
     if role.name == "server":
         return [*_server(config), *_log(config, "server", number, host), *where]
     if role.name == "router":
-        own = [*_cpu(config), "--restarts", "3", *_log(config, "router", number, host)]
+        flags = [*_cpu(config), "--restarts", "3", *_log(config, "router", number, host)]
         urls = [_url("server", host, number) for number, host in enumerate(hosts["server"])]
-        return ["serve", "--engine", "sglang-router", *own, "--worker-urls", *urls, *where]
+        return ["serve", "--engine", "sglang-router", *flags, "--worker-urls", *urls, *where]
     if role.name == "env":
         return ["serve", "env", "--env", ",".join(_hosted(config)), *where]
     return ["launch", *source, *_connected(config, hosts), *_ranks(config, number, hosts["trainer"])]
@@ -145,21 +140,16 @@ def words(
 def part(
     config: str, overrides: Sequence[str], name: str, environ: Mapping[str, str], *, force: bool = False
 ) -> list[str]:
-    """Return the words after ``rl4llm`` of the process with the role `name`. Raises ConfigError for an invalid role.
+    """Return the words after ``rl4llm`` of the process with the role `name`.
 
     `environ` has RL4LLM_NUMBER and the hosts of every role of the configuration.
     """
     chosen = load_config(config, overrides)
     here = all(is_loopback(host) for host in environ.get(hosts_variable("trainer"), "?").split(","))
-    wanted = {role.name: role for role in roles(chosen, ("rl4llm", "launch", config), here=here)}
-    if name not in wanted:
-        asked = ", ".join(wanted)
-        raise ConfigError(
-            f"--as {name} is not accepted: the section `launch` of {config} asks only for {asked}."
-        )
-    hosts = read_hosts(environ, list(wanted.values()))
-    found = words(chosen, [config, *overrides], wanted[name], int(environ.get(NUMBER, 0)), hosts)
-    return [*found, "--force"] if force and name == "trainer" else found
+    by_name = {role.name: role for role in roles(chosen, ("rl4llm", "launch", config), here=here)}
+    hosts = read_hosts(environ, list(by_name.values()))
+    command = words(chosen, [config, *overrides], by_name[name], int(environ.get(NUMBER, 0)), hosts)
+    return [*command, "--force"] if force and name == "trainer" else command
 
 
 def place(role: str, host: str, number: int) -> tuple[str, int]:
@@ -168,10 +158,8 @@ def place(role: str, host: str, number: int) -> tuple[str, int]:
     >>> place("server", "node3", 1), place("server", "127.0.0.1:20123", 1), place("env", "[fe80::1]:7", 0)
     (('node3', 30001), ('127.0.0.1', 20123), ('fe80::1', 7))
     """
-    found = WITH_PORT.fullmatch(host)
-    if found is None:
-        return host, PORTS[role] + number
-    return found[1].strip("[]"), int(found[2])
+    match = WITH_PORT.fullmatch(host)
+    return (match[1].strip("[]"), int(match[2])) if match else (host, PORTS[role] + number)
 
 
 def address(role: str, host: str, number: int) -> str:
@@ -199,8 +187,8 @@ def _server(config: Config) -> list[str]:
     in_turns = IN_TURNS[engine] if launch.server_gpus and config.inference.get("cohost") else ()
     keys = flatten(config)
     computing = [f"{key}={str(keys[key]).lower()}" for key in COMPUTING] if engine == "embedded" else []
-    own = [*_cpu(config), "--restarts", "3", *named, *shards, *in_turns, *computing]
-    return ["serve", "--engine", engine, *own, *launch.server_flags]
+    flags = [*_cpu(config), "--restarts", "3", *named, *shards, *in_turns, *computing]
+    return ["serve", "--engine", engine, *flags, *launch.server_flags]
 
 
 def _log(config: Config, role: str, number: int, host: str) -> list[str]:
@@ -226,9 +214,9 @@ def _connected(config: Config, hosts: Mapping[str, Sequence[str]]) -> list[str]:
     if routers := hosts.get("router"):
         keys.append(f"inference.router=http://{address('router', routers[0], 0)}")
     if env_hosts := hosts.get("env"):
-        found = json.dumps([address("env", host, number) for number, host in enumerate(env_hosts)])
-        own = [f"parts.{name}.env.remote" for name, part in config.parts.items() if "env" in part]
-        keys += [f"{key}={found}" for key in ("env.remote", *own)]
+        addresses = json.dumps([address("env", host, number) for number, host in enumerate(env_hosts)])
+        parts = [f"parts.{name}.env.remote" for name, part in config.parts.items() if "env" in part]
+        keys += [f"{key}={addresses}" for key in ("env.remote", *parts)]
     return keys
 
 
@@ -241,49 +229,30 @@ def _ranks(config: Config, number: int, trainers: Sequence[str]) -> list[str]:
 
 def _secrets(config: Config, role: str) -> tuple[str, ...]:
     """Return the secrets that a role's process must have, to send or to check."""
-    wanted = {SERVER_KEY: ("server", "router"), ENV_TOKEN: ("env",)}
-    there = {SERVER_KEY: config.launch.servers, ENV_TOKEN: config.launch.env_hosts}
-    own = [key for key, asking in wanted.items() if there[key] and role in ("trainer", *asking)]
-    # read when the configuration is loaded
-    read = [name for name, secret in variables_of(config).items() if secret]
-    return tuple(dict.fromkeys([*own, *read]))
+    keys = [SERVER_KEY] if config.launch.servers and role in ("trainer", "server", "router") else []
+    keys += [ENV_TOKEN] if config.launch.env_hosts and role in ("trainer", "env") else []
+    # those that the configuration names are read when it is loaded
+    return tuple(dict.fromkeys([*keys, *(name for name, secret in variables_of(config).items() if secret)]))
 
 
 def _check(config: Config, here: bool) -> None:
-    """Refuse roles that do not go together, and on several machines what works on one alone."""
+    """Refuse what would generate while servers sleep, serve everybody, or write keys into files."""
     launch, engine, cohost = config.launch, config.inference["name"], config.inference.get("cohost")
-    served = bool(launch.servers)
+    written = {} if here else flatten(as_written(config, elsewhere=True))
+    hidden = sorted(key for key, value in written.items() if HIDDEN in str(value))
     refusals = {
-        f"launch.servers={launch.servers} is not accepted with inference.name='local', which runs in the trainer's process. "
-        "Accepted: 0; or set inference.name=sglang.": served and engine == "local",
-        "launch.server_gpus above 1 and inference.cohost are not accepted with inference.name='embedded', whose servers use "
-        "one GPU, and keep their memory.": served and engine == "embedded" and (launch.server_gpus > 1 or cohost),
-        "launch.router=true is not accepted without SGLang servers to start. Set inference.name=sglang and launch.servers.":
-        launch.router and (engine != "sglang" or not served),
-        "launch.router=true is not accepted with inference.cohost=true: a router checks the health of servers that sleep, "
-        "which makes them generate. Remove one of the two.": launch.router and cohost,
-        f"launch.nodes={launch.nodes} is not accepted on a single machine. Accepted: 1; or --on slurm, ...":
+        "launch.router=true needs launch.servers, and no inference.cohost: its health checks make sleeping servers generate. "
+        "Remove it.": launch.router and (cohost or not launch.servers),
+        f"launch.servers={launch.servers} is not accepted with inference.name='local', and with 'embedded' only with one GPU "
+        "each, and no inference.cohost. Set inference.name=sglang.": launch.servers
+        and (engine == "local" or (engine == "embedded" and (launch.server_gpus > 1 or cohost))),
+        "launch.nodes above 1 is not accepted on a single machine. Use --on slurm, or launch.nodes=1.":
         here and launch.nodes > 1,
-        "inference.name='vllm' with launch.servers is not accepted on other machines: a vLLM server checks no key, so it "
-        "only serves its machine. Accepted: inference.name=sglang; or --on local.": not here and served and engine == "vllm",
-        "inference.cohost=true is not accepted on other machines: trainer and server share a GPU. Accepted: --on local.":
-        not here and served and cohost,
+        "inference.name=vllm and inference.cohost=true are not accepted on other machines, where vLLM would serve everybody "
+        "without a key, and no GPU is shared. Use --on local.": not here and launch.servers and (engine == "vllm" or cohost),
+        f"{hidden and hidden[0]} contains a key or password, which would be written into files. Set {SERVER_KEY} or "
+        f"{ENV_TOKEN} instead, or write ${{oc.env:NAME}} in its place.": hidden,
     }  # fmt: skip
     for text, applies in refusals.items():
         if applies:
             raise ConfigError(text)
-    if not here:
-        _refuse_secrets(config)
-
-
-def _refuse_secrets(config: Config) -> None:
-    """Refuse keys in the configuration, which would be in the files that are written."""
-    hidden = sorted(
-        key for key, value in flatten(as_written(config, elsewhere=True)).items() if HIDDEN in str(value)
-    )
-    if hidden:
-        raise ConfigError(
-            f"{hidden[0]} contains a key or password, which would be written into files. Next: remove it, and set the "
-            f"environment variable {SERVER_KEY} for servers or {ENV_TOKEN} for environment servers. For other keys, name "
-            "a variable in `api_key_env`, or write ${oc.env:NAME} instead of the value."
-        )

