@@ -241,10 +241,10 @@ def _check(config: Config, here: bool) -> None:
     written = {} if here else flatten(as_written(config, elsewhere=True))
     hidden = sorted(key for key, value in written.items() if HIDDEN in str(value))
     refusals = {
-        "launch.router=true needs launch.servers, and no inference.cohost: its health checks make sleeping servers generate. "
+        "launch.router=true needs launch.servers, and no inference.cohost: its checks make sleeping servers generate. "
         "Remove it.": launch.router and (cohost or not launch.servers),
-        f"launch.servers={launch.servers} is not accepted with inference.name='local', and with 'embedded' only with one GPU "
-        "each, and no inference.cohost. Set inference.name=sglang.": launch.servers
+        f"launch.servers={launch.servers} is not accepted with inference.name='local', and with 'embedded' only with one "
+        "GPU each, and no inference.cohost. Set inference.name=sglang.": launch.servers
         and (engine == "local" or (engine == "embedded" and (launch.server_gpus > 1 or cohost))),
         "launch.nodes above 1 is not accepted on a single machine. Use --on slurm, or launch.nodes=1.":
         here and launch.nodes > 1,

@@ -48,13 +48,9 @@ def run(words: Sequence[str]) -> int:
     """Serve until Ctrl-C; `words` are those after ``rl4llm serve env``."""
     arguments = parser().parse_intermixed_args(words)
     names = [name.strip() for name in arguments.env.split(",")]
-    certificate = (
-        (arguments.tls_cert, arguments.tls_key) if arguments.tls_cert and arguments.tls_key else None
-    )
-    if certificate is None and (arguments.tls_cert or arguments.tls_key):
-        raise ConfigError(
-            "--tls-cert and --tls-key must be used together, as files in PEM format. Give both or neither."
-        )
+    certificate = (arguments.tls_cert, arguments.tls_key)
+    if not all(certificate) and any(certificate):  # the connection would not be encrypted
+        raise ConfigError("--tls-cert and --tls-key are used together. Give both or neither.")
     from rl4llm.extensions.remote.serve_env import serve_env
 
-    return serve_env(arguments, names, certificate)
+    return serve_env(arguments, names, certificate if all(certificate) else None)

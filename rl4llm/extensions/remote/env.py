@@ -6,10 +6,11 @@ import dataclasses
 import json
 import math
 import os
+import re
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rl4llm.compose.environments import OF_TRAINER
 from rl4llm.core.base_env import LLM, BaseMDPEnv, BaseRewardFunction, SampleState
@@ -24,7 +25,6 @@ from rl4llm.extensions.remote.token import read_token
 from rl4llm.rewards.ask import Broken
 from rl4llm.rewards.pool import RewardFailure
 
-T = TypeVar("T")
 SCORES = "remote_scores"
 LOST = "env/host_lost"
 
@@ -50,7 +50,8 @@ class RemoteEnv(BaseMDPEnv):
         super().__init__(*args, **kwargs | {"max_steps": opened.max_steps, "tool_schemas": schemas})
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
-        return await self._asked(sample, self._hosted(sample).respond(sample)) or []
+        answer = await self._ask(sample, "answering a turn")
+        return wire.take_answer(answer, sample) if answer else []
 
     def turn_params(self, sampling_params: SamplingParams) -> SamplingParams:
         return sampling_params.replace(
@@ -78,13 +79,11 @@ class RemoteEnv(BaseMDPEnv):
             if episode is not None:
                 await self._hosts.run(episode.end())
 
-    def _hosted(self, sample: SampleState) -> HostedEpisode:
-        return self._episodes.setdefault(id(sample), HostedEpisode(self._hosts, self._name))
-
-    async def _asked(self, sample: SampleState, turn: Coroutine[Any, Any, T]) -> T | None:
+    async def _ask(self, sample: SampleState, doing: str, *, finished: bool = False) -> Any:
         """Return what a host answers; None if the sample failed because it lost its host."""
+        episode = self._episodes.setdefault(id(sample), HostedEpisode(self._hosts, self._name))
         try:
-            return await self._hosts.run(turn)
+            return await self._hosts.run(episode.ask(sample, doing, finished=finished))
         except LostError as error:
             sample.fail(str(error), LOST)
         except HostsDownError as error:
@@ -95,16 +94,19 @@ class RemoteEnv(BaseMDPEnv):
     async def _score(self, sample: SampleState) -> None:
         """Store the scores of the rewards, which `RemoteReward` returns."""
         try:
-            scored = await self._asked(sample, self._hosted(sample).score(sample))
+            answer = await self._ask(sample, "scoring an episode", finished=True)
         except HostsDownError:
             raise
         except EnvError as error:  # an error on the host, which is still running
             sample.fail(str(error), "env/raised")
             return
-        for seat, scores in scored or ():
+        if answer is None:
+            return
+        wire.take_answer(answer, sample)
+        for seat in sample.seats:
             seat.extras[SCORES] = {
                 name: dataclasses.asdict(value) if isinstance(value, Broken) else value
-                for name, value in scores.items()
+                for name, value in wire.take_scores(answer, seat).items()
             }
 
 
@@ -115,12 +117,13 @@ class RemoteRolesEnv(RemoteEnv, RolesEnv):
     """
 
     def __init__(self, *args: Any, opened: Any, **kwargs: Any):
-        roles, told = tuple(opened.roles), dict(opened.instructions)
-        own = {"roles": roles, "instructions": told, "frozen": tuple(opened.frozen)}
-        super().__init__(*args, opened=opened, **kwargs | own)
+        roles = {"roles": tuple(opened.roles), "frozen": tuple(opened.frozen)}
+        super().__init__(*args, opened=opened, **kwargs | roles, instructions=dict(opened.instructions))
 
     async def _turn(self, sample: SampleState) -> tuple[str, str] | None:
-        return await self._asked(sample, self._hosted(sample).turn(sample))
+        answer = await self._ask(sample, "choosing whose turn it is")
+        messages = wire.take_answer(answer, sample) if answer else []
+        return (answer.role, "".join(item.content for item in messages)) if answer and answer.role else None
 
 
 class RemoteReward(BaseBatchReward):
@@ -170,26 +173,28 @@ class HostedEnvironment:
         with tempfile.TemporaryDirectory(prefix="rl4llm-tokenizer-") as directory:
             tokenizer.save_pretrained(directory)
             files = {file.name: file.read_bytes() for file in Path(directory).iterdir() if file.is_file()}
-        wanted = wire.OpenRequest(
-            environment=self.name,
-            options=self._options(),
-            rewards=[wire.to_json(spec, "rewards: one of them") for spec in specs],
-            seed=seed,
-            row=wire.row_json(row, "data: its first row"),
-            tokenizer=files,
+        self._opened = self.hosts.open(
+            wire.OpenRequest(
+                environment=self.name,
+                options=self._options(),
+                rewards=[wire.to_json(spec, "rewards: one of them") for spec in specs],
+                seed=seed,
+                row=wire.row_json(row, "data: its first row"),
+                tokenizer=files,
+            )
         )
-        self._opened = self.hosts.open(wanted)
         return [RemoteReward(reward) for reward in self._opened.rewards]
 
     def __call__(self, *args: Any, opponents: Any = None, **kwargs: Any) -> BaseMDPEnv:
-        own: dict[str, Any] = {"hosts": self.hosts, "opened": self._opened, "name": self.name}
+        kwargs |= {"hosts": self.hosts, "opened": self._opened, "name": self.name}
         if self._opened.roles:
-            return RemoteRolesEnv(*args, opponents=opponents, **own, **kwargs)
-        return RemoteEnv(*args, **own, **kwargs)
+            return RemoteRolesEnv(*args, opponents=opponents, **kwargs)
+        return RemoteEnv(*args, **kwargs)
 
     def _prompts(self, split: str, limit: int | None = None) -> Sequence[Mapping[str, Any]]:
-        wanted = {"environment": self.name, "options": self._options(), "split": split, "limit": limit}
-        return self.hosts.prompts(wire.PromptsRequest(**wanted))
+        return self.hosts.prompts(
+            wire.PromptsRequest(environment=self.name, options=self._options(), split=split, limit=limit)
+        )
 
     def _options(self) -> str:
         return wire.to_json(self.options, "env: its options")
@@ -197,14 +202,7 @@ class HostedEnvironment:
 
 def _addresses(remote: Any) -> list[str]:
     addresses = list(remote) if isinstance(remote, list | tuple) else [remote]
-    for address in addresses:
-        host, _, port = str(address).rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(
-                f"env.remote={address!r} is not accepted. Accepted: host:port, or a list of them."
-            )
-    if not addresses or len(set(addresses)) < len(addresses):
-        raise ConfigError(
-            f"env.remote={addresses} is not accepted. Accepted: host:port, or a list of different ones."
-        )
-    return addresses
+    if not addresses or not all(re.fullmatch(r".+:\d{1,5}", str(address)) for address in addresses):
+        # a run would wait for such hosts
+        raise ConfigError(f"env.remote={remote!r} is not accepted. Accepted: host:port, or a list of them.")
+    return list(dict.fromkeys(addresses))

@@ -18,11 +18,11 @@ from rl4llm.backends.models import load_tokenizer
 from rl4llm.compose.environments import Provided, check_env_options, make_env, make_prompts, make_rewards
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, SampleState
 from rl4llm.core.base_reward import needs_ground_truth
-from rl4llm.core.errors import ConfigError, DataError, EnvError, unknown
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs import ENVIRONMENTS, RolesEnv
 from rl4llm.extensions.remote import wire
-from rl4llm.extensions.remote.rpc import NotFoundError
+from rl4llm.extensions.remote.rpc import LostError
 from rl4llm.rewards import add, check_examples
 from rl4llm.rewards.ask import SLOW_AFTER_S, Broken, Patience, ask
 from rl4llm.runtime.threads import in_own_thread
@@ -31,8 +31,10 @@ BEGIN_TIMEOUT_S = 60.0  # to the first message of an episode
 IDLE_S = 2 * 3600.0  # maximum duration of a turn of the policy
 LONGEST_SCORE_S = 3600.0  # how long a trainer waits for a reward that has no time limit
 Scores = dict[str, list[float] | Broken]
-TRAINERS_PART = ("_run_interaction_loop", "_run_episodes", "_run_episode", "opening", "openings")
-TRAINERS_PART_OF_ROLES = ("_next", "_policys_line", "_opponents_line")
+TRAINERS_PART = (
+    "_run_interaction_loop", "_run_episodes", "_run_episode", "opening", "openings", "_next", "_policys_line",
+    "_opponents_line",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -57,25 +59,25 @@ class EnvHost:
         self, names: Sequence[str], sandbox: Callable[[], Any], say: Callable[[str], None] = lambda text: None
     ):
         self._classes = {name: ENVIRONMENTS[name] for name in names}
-        for name, made in self._classes.items():
-            check_hostable(name, made)
+        for name, env_class in self._classes.items():
+            check_hostable(name, env_class)
         self._sandbox, self._say = sandbox, say
         self._hosted: dict[str, _Hosted] = {}
 
     async def hello(self, request: Any) -> Any:
         if request.protocol != wire.PROTOCOL:
             raise ConfigError(
-                f"this host uses protocol {wire.PROTOCOL} (rl4llm {__version__}), but the trainer uses protocol "
-                f"{request.protocol} (rl4llm {request.version}). Install the same version on both."
+                f"this host has rl4llm {__version__} with protocol {wire.PROTOCOL}, the trainer {request.version} with "
+                f"{request.protocol}. Install the same version on both."
             )
         offers = [
             wire.Offer(
                 name=name,
-                brings_prompts=made.prompts is not None,
-                default_rewards=json.dumps(list(made.default_rewards)),
-                has_roles=issubclass(made, RolesEnv),
+                brings_prompts=env_class.prompts is not None,
+                default_rewards=json.dumps(list(env_class.default_rewards)),
+                has_roles=issubclass(env_class, RolesEnv),
             )
-            for name, made in self._classes.items()
+            for name, env_class in self._classes.items()
         ]
         return wire.HelloReply(protocol=wire.PROTOCOL, version=__version__, offers=offers)
 
@@ -84,9 +86,9 @@ class EnvHost:
         for number, row in enumerate(rows):
             yield wire.Row(json=wire.row_json(row, f"prompt {number} of {request.environment!r}"))
 
-    async def open(self, wanted: Any) -> AsyncIterator[Any]:
-        name = wanted.environment
-        env = await self._made(wanted)
+    async def open(self, request: Any) -> AsyncIterator[Any]:
+        name = request.environment
+        env = await self._build(request)
         identity, hosted = secrets.token_hex(16), _Hosted(env, Scoring(env.reward_functions))
         self._hosted[identity] = hosted
         self._say(f"{name}: opened by a trainer; {len(self._hosted)} open")
@@ -103,80 +105,66 @@ class EnvHost:
             await in_own_thread("rl4llm-env-close", env.close)
 
     async def play(self, spoken: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        said = await _next(spoken, BEGIN_TIMEOUT_S)
-        hosted = self._hosted.get(said.begin.environment)
+        message = await _next(spoken, BEGIN_TIMEOUT_S)
+        hosted = self._hosted.get(message.begin.environment)
         if hosted is None:
-            raise NotFoundError("this environment is not open on this host; perhaps the host was restarted")
-        sample, task = wire.begun(said, hosted.env.roles), asyncio.current_task()
+            raise LostError("this environment is not open on this host; perhaps the host was restarted")
+        sample, task = wire.begun(message, hosted.env.roles), asyncio.current_task()
         assert task is not None  # this runs in a coroutine
         hosted.episodes.add(task)
         try:
-            while not said.finished:
-                wire.take_said(said, sample)
+            while not message.finished:
+                wire.take_said(message, sample)
                 yield await _turn(hosted.env, sample)
-                said = await _next(spoken, IDLE_S)
-            wire.take_said(said, sample)
+                message = await _next(spoken, IDLE_S)
+            wire.take_said(message, sample)
             await hosted.env._end_safely(sample)
             seats = [seat for seat in sample.seats if seat.policy_spans and not seat.failure]
             # judges get all roles in one batch
             scores = await asyncio.gather(*map(hosted.scoring.score, seats))
             hosted.played += 1
-            by_role = {seat.role: found for seat, found in zip(seats, scores, strict=True)}
-            yield _answer(hosted.env, sample, scores=by_role)
+            roles = (seat.role for seat in seats)
+            yield wire.answer(sample, scores=dict(zip(roles, scores, strict=True)))
         finally:
             await hosted.env._end_safely(sample)
             hosted.episodes.discard(task)
 
-    def _known(self, name: str) -> type[BaseMDPEnv]:
-        if name not in self._classes:
-            raise ConfigError(
-                f"{unknown('env.name', name, self._classes)} A host offers the environments in its --env."
-            )
-        return self._classes[name]
-
     def _prompts(self, request: Any) -> Sequence[Mapping[str, Any]]:
         """Return the rows that an environment brings. May block."""
-        made = self._known(request.environment)
-        if made.prompts is None:
-            raise ConfigError(f"The environment {request.environment!r} has no prompts. Next: set data.path.")
-        options = wire.from_json(request.options, dict, "the options of an environment")
-        return make_prompts(
-            made, options, request.split, request.limit if request.HasField("limit") else None
-        )
+        limit = request.limit if request.HasField("limit") else None
+        env_class = self._classes[request.environment]
+        return make_prompts(env_class, json.loads(request.options), request.split, limit)
 
-    def _make(self, wanted: Any) -> BaseMDPEnv:
+    def _make(self, request: Any) -> BaseMDPEnv:
         """Build an environment for one trainer. Raises an RL4LLMError if it cannot work. May block."""
-        made = self._known(wanted.environment)
-        options = wire.from_json(wanted.options, dict, "the options of an environment")
-        check_env_options(made, options)
+        env_class, options = self._classes[request.environment], json.loads(request.options)
+        check_env_options(env_class, options)
         provided = Provided({"sandbox": self._sandbox})
-        rewards = make_rewards(
-            [wire.from_json(item, object, "a reward") for item in wanted.rewards], provided
-        )
+        rewards = make_rewards(list(map(json.loads, request.rewards)), provided)
         check_examples(rewards)
         return make_env(
-            made,
+            env_class,
             options,
             provided,
-            dataset=[wire.row_of(wanted.row, "the example of a prompt")],
-            tokenizer=_tokenizer(wanted.tokenizer),
+            dataset=[wire.row_of(request.row)],
+            tokenizer=_tokenizer(request.tokenizer),
             reward_functions=rewards,
             batch_size=1,
             group_size=1,
-            seed=wanted.seed,
+            seed=request.seed,
             reward_transform_fn=add,  # the trainer combines them
         )
 
-    async def _made(self, wanted: Any) -> BaseMDPEnv:
+    async def _build(self, request: Any) -> BaseMDPEnv:
         """Build the environment, and close it if the trainer disconnects meanwhile."""
-        making = asyncio.ensure_future(in_own_thread("rl4llm-env-make", lambda: self._make(wanted)))
+        building = asyncio.ensure_future(in_own_thread("rl4llm-env-make", lambda: self._make(request)))
         try:
-            env = await asyncio.shield(making)
+            env = await asyncio.shield(building)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
-                (await making).close()
+                (await building).close()
             raise
-        check_hostable(wanted.environment, type(env), env.opponents)
+        check_hostable(request.environment, type(env), env.opponents)
         return env
 
     @staticmethod
@@ -202,59 +190,46 @@ class EnvHost:
                 )
                 for item in env.reward_functions
             ],
-            **(_roles(env) if isinstance(env, RolesEnv) else {}),
+            **_roles(env),
         )
 
 
-def check_hostable(name: str, made: type[BaseMDPEnv], opponents: Mapping[str, Any] | None = None) -> None:
+def check_hostable(
+    name: str, env_class: type[BaseMDPEnv], opponents: Mapping[str, Any] | None = None
+) -> None:
     """Raise ConfigError for an environment that does not leave all turns, also those of opponents, to the trainer."""
-    roles = issubclass(made, RolesEnv)
-    base, parts = (
-        (RolesEnv, (*TRAINERS_PART, *TRAINERS_PART_OF_ROLES)) if roles else (BaseMDPEnv, TRAINERS_PART)
-    )
-    own = [f"{made.__name__}.{part}" for part in parts if getattr(made, part) is not getattr(base, part)]
-    own += [f"{made.__name__}.roles"] if len(made.roles) > 1 and not roles else []
-    own += [f"{made.__name__}.opponents"] if opponents or made.opponents else []
-    if own:
+    base = RolesEnv if issubclass(env_class, RolesEnv) else BaseMDPEnv
+    parts = [part for part in TRAINERS_PART if getattr(env_class, part, 0) is not getattr(base, part, 0)]
+    parts += ["roles"] if len(env_class.roles) > 1 and base is BaseMDPEnv else []
+    parts += ["opponents"] if opponents or env_class.opponents else []
+    if parts:
         raise ConfigError(
-            f"The environment {name!r} cannot be hosted: {own[0]} takes over work of the trainer, which has the policy. "
-            "Only environments with just `respond` can be hosted, and roles without a custom `opening` or opponents of the "
-            "class; run this one in the trainer's process."
+            f"The environment {name!r} cannot be hosted: {env_class.__name__}.{parts[0]} does the trainer's work. Run it in "
+            "the trainer's process."
         )
 
 
-def _roles(env: RolesEnv) -> dict[str, Any]:
+def _roles(env: BaseMDPEnv) -> dict[str, Any]:
     """Return the properties of an environment in which several roles speak."""
-    instructions = {role: env.instructions.get(role, env.instruction) for role in env.roles}
-    told = {role: text for role, text in instructions.items() if text is not None}
-    return {"roles": env.roles, "frozen": env.frozen, "instructions": told}
+    if not isinstance(env, RolesEnv):
+        return {}
+    texts = {role: env.instructions.get(role, env.instruction) for role in env.roles}
+    instructions = {role: text for role, text in texts.items() if text is not None}
+    return {"roles": env.roles, "frozen": env.frozen, "instructions": instructions}
 
 
 async def _turn(env: BaseMDPEnv, sample: SampleState) -> Any:
     """Return the answer to a turn: the environment's replies, or whose turn it is and what that role reads."""
     if not isinstance(env, RolesEnv):
-        return _answer(env, sample, await env._respond_safely(sample))
-    role, heard = await env._turn_safely(sample) or ("", "")
-    return _answer(env, sample, [ChatMessage("user", heard)] if heard else [], role=role)
-
-
-def _answer(env: BaseMDPEnv, sample: SampleState, replies: Sequence[ChatMessage] = (), **more: Any) -> Any:
-    """Return the answer, or the failure of an episode whose answer cannot be sent."""
-    try:
-        return wire.answer(sample, replies, **more)
-    except EnvError as error:
-        for seat in sample.seats:
-            seat.extras = {}
-        sample.fail(f"{type(env).__name__}: {error}", "env/raised")
-        return wire.answer(sample)
+        return wire.answer(sample, await env._respond_safely(sample))
+    role, text = await env._turn_safely(sample) or ("", "")
+    return wire.answer(sample, [ChatMessage("user", text)] if text else [], role=role)
 
 
 def _tokenizer(files: Mapping[str, bytes]) -> Any:
     with tempfile.TemporaryDirectory(prefix="rl4llm-env-") as directory:
         for name, data in files.items():
-            if Path(name).name != name or name in ("", ".", ".."):
-                raise DataError(f"{name!r} is not a file name of a tokenizer.")
-            (Path(directory) / name).write_bytes(data)
+            Path(directory, Path(name).name).write_bytes(data)  # in no other directory
         return load_tokenizer(directory)
 
 
@@ -263,10 +238,8 @@ async def _next(messages: AsyncIterator[Any], timeout_s: float) -> Any:
     try:
         async with asyncio.timeout(timeout_s):
             return await anext(messages)
-    except TimeoutError:
-        raise DataError(f"no message from the trainer for {timeout_s:g} s.") from None
-    except StopAsyncIteration:
-        raise DataError("the trainer ended the call early.") from None
+    except (TimeoutError, StopAsyncIteration):
+        raise DataError(f"the trainer ended the call, or sent nothing for {timeout_s:g} s.") from None
 
 
 class Scoring:

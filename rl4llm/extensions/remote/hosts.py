@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 from rl4llm import __version__
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, HostsDownError, RL4LLMError, unknown
-from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.remote import wire
 from rl4llm.extensions.remote.rpc import HostChannel, LostError, Talk
-from rl4llm.rewards.ask import Broken
 from rl4llm.runtime.endpoints import Endpoint, EndpointPool
 
 T = TypeVar("T")
@@ -142,9 +140,7 @@ class Hosts:
             if field.name != "id" and getattr(link.opened, field.name) != getattr(self._agreed, field.name)
         ]
         if different:
-            raise ConfigError(
-                f"env host {link} opened a different environment than the first host. Different: {', '.join(different)}."
-            )
+            raise ConfigError(f"env host {link} differs from the first host: {', '.join(different)}.")
         link.refusal = None
         link.tried.set()
         self.pool.admit(link)
@@ -184,15 +180,14 @@ class Link(Endpoint):
         reply = await self.channel.ask("Hello", hello, CALL_TIMEOUT_S, "connecting")
         offers = {offer.name: offer for offer in reply.offers}
         if name not in offers:
-            offered = f"{unknown('env.name', name, offers)} A host offers the environments in its --env."
-            raise ConfigError(f"env host {self}: {offered}")
+            raise ConfigError(f"env host {self}: {unknown('env.name', name, offers)}")
         return offers[name]
 
     async def prompts(self, request: Any) -> list[dict[str, Any]]:
         rows = self.channel.stream(
             "Prompts", request, PROMPTS_TIMEOUT_S, f"making the prompts of {request.environment!r}"
         )
-        return [wire.row_of(row.json, "a prompt") async for row in rows]
+        return [wire.row_of(row.json) async for row in rows]
 
     async def hold(self, wanted: Any, opened: Callable[[Link], None]) -> None:
         """Open the environment, call `opened`, and keep it open until the host is lost."""
@@ -226,23 +221,24 @@ class HostedEpisode:
         self._opened: Any = None
         self._sent = wire.Sent()
 
-    async def respond(self, sample: SampleState) -> list[ChatMessage]:
-        """Return the environment's next messages. Raises LostError after losing the host."""
-        answer = await self._ask(wire.said(sample, self._sent), "answering a turn")
-        return wire.take_answer(answer, sample)
-
-    async def turn(self, sample: SampleState) -> tuple[str, str] | None:
-        """Return the role whose turn it is and what it reads; None if the episode is over. Raises like `respond`."""
-        answer = await self._ask(wire.said(sample, self._sent), "choosing whose turn it is")
-        heard = wire.take_answer(answer, sample)
-        return (answer.role, "".join(message.content for message in heard)) if answer.role else None
-
-    async def score(self, sample: SampleState) -> list[tuple[SampleState, dict[str, list[float] | Broken]]]:
-        """Return the scores of each role by reward, up to the first reward that fails; the host then ends the episode."""
-        said = wire.said(sample, self._sent, finished=True)
-        answer = await self._ask(said, "scoring an episode")
-        wire.take_answer(answer, sample)
-        return [(seat, wire.take_scores(answer, seat)) for seat in sample.seats]
+    async def ask(self, sample: SampleState, doing: str, *, finished: bool = False) -> Any:
+        """Send what is new in the episode, and return the answer. Raises LostError after losing the host."""
+        message = wire.said(sample, self._sent, finished=finished)
+        attempts = 0
+        while True:
+            attempts += 1
+            if self._talk is None:
+                self._link = await self._hosts.free()
+                self._link.load += 1
+                self._opened, self._talk = self._link.opened, self._link.channel.talk("Play")
+            try:
+                return await self._exchange(self._talk, message, f"{doing} of {self._name!r}")
+            except LostError as error:
+                if self._link is not None and self._link.opened is self._opened:
+                    self._hosts.lost(self._link, error)
+                await self.end()
+                if attempts == ATTEMPTS or not message.HasField("begin"):
+                    raise
 
     async def end(self) -> None:
         """Disconnect."""
@@ -251,27 +247,11 @@ class HostedEpisode:
             self._talk = None
             self._link.load -= 1
 
-    async def _ask(self, said: Any, doing: str) -> Any:
-        for attempt in range(ATTEMPTS):
-            if self._talk is None:
-                self._link = await self._hosts.free()
-                self._link.load += 1
-                self._opened, self._talk = self._link.opened, self._link.channel.talk("Play")
-            try:
-                return await self._exchange(self._talk, said, f"{doing} of {self._name!r}")
-            except LostError as error:
-                if self._link is not None and self._link.opened is self._opened:
-                    self._hosts.lost(self._link, error)
-                await self.end()
-                if attempt == ATTEMPTS - 1 or not said.HasField("begin"):
-                    raise
-        raise AssertionError("unreachable")
-
-    async def _exchange(self, talk: Talk, said: Any, doing: str) -> Any:
-        if said.HasField("begin"):
-            said.begin.environment = self._opened.id
+    async def _exchange(self, talk: Talk, message: Any, doing: str) -> Any:
+        if message.HasField("begin"):
+            message.begin.environment = self._opened.id
         # another batch may come first
         rewards_s = 2 * sum(reward.timeout_s for reward in self._opened.rewards)
-        timeout_s = GRACE_S + (rewards_s if said.finished else self._opened.respond_timeout_s)
-        await talk.say(said, timeout_s, doing)
+        timeout_s = GRACE_S + (rewards_s if message.finished else self._opened.respond_timeout_s)
+        await talk.say(message, timeout_s, doing)
         return await talk.hear(timeout_s, doing)

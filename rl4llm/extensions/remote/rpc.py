@@ -16,13 +16,8 @@ from rl4llm.extensions.remote.token import token_of_start
 from rl4llm.extensions.remote.wire import MAX_MESSAGE_BYTES, MESSAGES, PACKAGE, SERVICE
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise it prints a line for each connection that ends
-try:
-    import grpc
-    import grpc.aio
-except ImportError as error:
-    raise ConfigError(
-        "Environments on other machines need the package grpcio: pip install 'rl4llm[remote]'."
-    ) from error
+import grpc
+import grpc.aio
 
 PING_EVERY_MS, PING_TIMEOUT_MS = 20_000, 10_000
 WRITE_FAILED = (
@@ -56,17 +51,13 @@ HOSTS_FAULT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCod
 
 
 class LostError(EnvError):
-    """A host disappeared or did not respond in time; another host, or the same a little later, may."""
-
-
-class NotFoundError(RL4LLMError):
-    """A caller names something that this host does not have, perhaps because it was restarted."""
+    """A host disappeared, was restarted or did not respond in time; another host, or the same a little later, may."""
 
 
 class Server:
     """Serves an object with the methods `hello`, `prompts`, `open` and `play` of the protocol.
 
-    Port 0 selects a free one, which is in `port`. Raises ConfigError for an address that cannot be used.
+    Port 0 selects a free one, which is in `port`.
 
     Args:
         token: the token that callers must send; "" for none.
@@ -85,23 +76,12 @@ class Server:
         self._handlers = _Guarded(_handlers(behaviour), token)
         self._server.add_generic_rpc_handlers((self._handlers,))
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            if certificate is None:
-                self.port = self._server.add_insecure_port(where)
-            else:
-                chain, key = (file.read_bytes() for file in certificate)
-                self.port = self._server.add_secure_port(where, grpc.ssl_server_credentials([(key, chain)]))
-        except RuntimeError as error:
-            raise ConfigError(
-                f"Cannot listen on {where}: the port is in use, or the address does not belong to this machine."
-            ) from error
-
-    async def start(self) -> None:
-        await self._server.start()
-
-    async def stop(self, grace_s: float) -> None:
-        """Accept no more calls, and end running calls after `grace_s` seconds."""
-        await self._server.stop(grace_s)
+        if certificate is None:
+            self.port = self._server.add_insecure_port(where)
+        else:
+            chain, key = (file.read_bytes() for file in certificate)
+            self.port = self._server.add_secure_port(where, grpc.ssl_server_credentials([(key, chain)]))
+        self.start, self.stop = self._server.start, self._server.stop
 
 
 class HostChannel:
@@ -233,26 +213,15 @@ class _Guarded(grpc.GenericRpcHandler):
 
     def service(self, details: Any) -> Any:
         handler = self._handlers.get(details.method)
-        given = str(dict(details.invocation_metadata or ()).get("authorization", ""))
-        if (
-            handler is None
-            or not self._token
-            or hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
-        ):
+        sent = str(dict(details.invocation_metadata or ()).get("authorization", ""))
+        if not self._token or hmac.compare_digest(sent.encode(), f"Bearer {self._token}".encode()):
             return handler
-        return grpc.stream_stream_rpc_method_handler(_refusing(bool(given)))
+        return grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-def _refusing(given: bool) -> Callable[..., Any]:
-    wrong = (
-        "sent a different token than this host's" if given else "sent no token, but this host requires one"
-    )
-    text = f"the trainer {wrong}. Set RL4LLM_ENV_TOKEN or RL4LLM_ENV_TOKEN_FILE to the same value on both."
-
-    async def refuse(_requests: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-
-    return refuse
+async def _refuse(_requests: Any, context: Any) -> None:
+    text = "the trainer's token is missing or wrong. Set RL4LLM_ENV_TOKEN or RL4LLM_ENV_TOKEN_FILE to the host's."
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
 
 def _handlers(behaviour: Any) -> dict[str, Any]:
@@ -295,6 +264,6 @@ async def _reported(context: Any) -> AsyncIterator[None]:
     try:
         yield
     except RL4LLMError as error:
-        missing = isinstance(error, NotFoundError)
-        code = grpc.StatusCode.NOT_FOUND if missing else grpc.StatusCode.INVALID_ARGUMENT
+        lost = isinstance(error, LostError)
+        code = grpc.StatusCode.NOT_FOUND if lost else grpc.StatusCode.INVALID_ARGUMENT
         await context.abort(code, shortened(str(error), TRAILER_CHARS))

@@ -46,30 +46,27 @@ def serve_env(
             f"--host {host} without a token is not accepted: anyone who reaches the port could start programs. Next: set "
             f"{VARIABLE} or {FILE_VARIABLE} here and for the trainer, or use 127.0.0.1 and connect through `ssh -L`."
         )
-    if port:  # gRPC would share the port of another server
+    if port:
         check_free(host, port)
-    env_host, made = (
-        EnvHost(names, _sandbox(arguments.overrides), say),
-        new_token() if with_token and not token else "",
-    )
-    shown = f"Hosting {', '.join(names)} at {f'[{host}]' if ':' in host else host}"
+    env_host = EnvHost(names, _sandbox(arguments.overrides), say)
+    start_token = new_token() if with_token and not token else ""
+    where = f"[{host}]" if ":" in host else host
 
     async def serve() -> None:
-        server = Server(env_host, host, port, token or made, certificate)
-        known = ", for trainers with the same token" if token else ""
-        with kept(made, server.port) if made else contextlib.nullcontext() as file:
-            known = f", for trainers that can read its token file: {file}" if made else known
-            await _serve(server, f"{shown}:{server.port}{known}.")
+        server = Server(env_host, host, port, token or start_token, certificate)
+        with kept(start_token, server.port) if start_token else contextlib.nullcontext() as file:
+            who = f", for trainers that can read its token file: {file}" if file else ""
+            who = ", for trainers with the same token" if token else who
+            await _serve(server, f"Hosting {', '.join(names)} at {where}:{server.port}{who}.")
 
     asyncio.run(serve())
     return 0
 
 
 def _sandbox(overrides: Sequence[str]) -> Callable[[], Any]:
-    wrong = [text for text in overrides if not text.startswith("sandbox.")]
-    if wrong:
+    if not all(text.startswith("sandbox.") for text in overrides):
         raise ConfigError(
-            f"{wrong[0]!r} is not accepted. Accepted: keys of the section `sandbox`, such as sandbox.slots=4."
+            "The only keys of a host are those of the section `sandbox`, such as sandbox.slots=4."
         )
     config = load_config(overrides=["model.path=unused", *overrides])
     build_sandbox(config).close()  # starts nothing; each episode would fail with a wrong one
@@ -83,13 +80,8 @@ async def _serve(server: Server, started: str) -> None:
     await server.start()
     say(started)
     await stopping.wait()
-    _leave_within(LEAVE_S)
-    say("Stopping; trainers play their episodes again on other hosts, or wait.")
-    await server.stop(GRACE_S)
-
-
-def _leave_within(seconds: float) -> None:
-    """Exit the process after some seconds, even if an environment hangs; trainers play its episodes again."""
-    timer = threading.Timer(seconds, os._exit, (0,))
+    timer = threading.Timer(LEAVE_S, os._exit, (0,))
     timer.daemon = True
     timer.start()
+    say("Stopping; trainers play their episodes again on other hosts, or wait.")
+    await server.stop(GRACE_S)

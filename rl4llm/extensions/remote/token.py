@@ -21,19 +21,10 @@ VARIABLE, FILE_VARIABLE = "RL4LLM_ENV_TOKEN", "RL4LLM_ENV_TOKEN_FILE"
 
 def read_token(environ: Mapping[str, str]) -> str:
     """Return the token, "" if none is set. Raises ConfigError for a token that cannot be sent; no message shows it."""
-    if environ.get(VARIABLE) and environ.get(FILE_VARIABLE):
-        raise ConfigError(f"{VARIABLE} and {FILE_VARIABLE} are both set. Set only one of them.")
-    where, token = VARIABLE, environ.get(VARIABLE, "")
-    if environ.get(FILE_VARIABLE):
-        where = f"{FILE_VARIABLE}={environ[FILE_VARIABLE]}"
-        token = Path(environ[FILE_VARIABLE]).read_text()
-    token = token.strip()
-    if where != VARIABLE and not token:
-        raise ConfigError(f"{where} is empty. Next: write the token into the file.")
-    if not token.isascii() or not token.replace(" ", "?").isprintable():
-        raise ConfigError(
-            f"{where} is not accepted as a token. Accepted: printable ASCII characters in one line."
-        )
+    file = environ.get(FILE_VARIABLE)
+    token = (Path(file).read_text() if file else environ.get(VARIABLE, "")).strip()
+    if not token.isascii() or not token.replace(" ", "?").isprintable():  # gRPC's own error would show it
+        raise ConfigError(f"{VARIABLE} or {FILE_VARIABLE} must hold printable ASCII characters in one line.")
     return token
 
 

@@ -20,6 +20,7 @@ from rl4llm.core.types import images_of
 from rl4llm.data.images import read_picture
 from rl4llm.envs import RolesEnv, ToolMDPEnv
 from rl4llm.extensions.judges.judges import BaseJudge
+from rl4llm.extensions.remote.wire import MAX_MESSAGE_BYTES
 
 CLOSED, ENDED = [], []
 ON_TURN = []
@@ -78,7 +79,7 @@ class Stumbles(Hints):
         if sample.index and "surrogate" in how:
             return [ChatMessage("user", "half a character: \ud800")]
         if sample.index and "huge" in how:
-            return [ChatMessage("user", "x" * (2 * 1024**2))]
+            return [ChatMessage("user", "x" * (MAX_MESSAGE_BYTES + 1))]
         return super().respond(sample)
 
     def end_episode(self, sample):

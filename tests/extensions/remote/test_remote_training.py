@@ -155,26 +155,20 @@ def test_a_token_stays_out_of_what_is_shown(model_dir, tmp_path, capfd, monkeypa
     assert "vqxwzk" not in "".join([*host.said, told.out, told.err])
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--env", "tool", "--host", "0.0.0.0"], "--host 0.0.0.0 without a token is not accepted"),
-    (["--env", "tol"], "env.name='tol' is unknown. Known: "),
-    (["--env", "tool", "--port", "{taken}"], "is in use by process"),
-    (["--env", "tool", "training.lr=1"], "Accepted: keys of the section `sandbox`"),
+@pytest.mark.parametrize("arguments", [
+    ["--host", "0.0.0.0"], ["training.lr=1"], ["--tls-cert", "cert.pem"], ["--port", "{taken}"],
 ])  # fmt: skip
-def test_a_host_that_must_not_be_started_is_refused(arguments, message, capsys, monkeypatch):
+def test_a_host_that_must_not_be_started_is_refused(arguments, monkeypatch):
     monkeypatch.delenv("RL4LLM_ENV_TOKEN", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         filled = [argument.format(taken=taken.getsockname()[1]) for argument in arguments]
-        assert main(["serve", "env", *filled]) in (1, 2)
-    assert message in " ".join(capsys.readouterr().err.split())
+        assert main(["serve", "env", "--env", "tool", *filled]) in (1, 2)
 
 
-def test_a_run_whose_environment_no_host_has_does_not_start(model_dir, tmp_path, capsys):
+def test_a_run_whose_environment_no_host_has_does_not_start(model_dir, tmp_path):
     with HostThread(["chat"]) as host:
         place = [f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}", f"env.remote={host.address}"]
         assert main(["train", str(CONFIG), *SMALL, *place]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"env host {host.address}: env.name='tool' is unknown. Known: chat." in said
     assert not (tmp_path / "run").exists()
 
 

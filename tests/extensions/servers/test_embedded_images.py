@@ -241,7 +241,7 @@ from rl4llm.envs.chat_completions import read_request
 from rl4llm.extensions.remote import wire
 read_request({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, SamplingParams())
 assert wire._chat_messages([wire._message(ChatMessage("user", "Hi"))]) == [ChatMessage("user", "Hi")]
-wire.row_of(wire.row_json({"messages": [{"role": "user", "content": "Hi"}]}, ""), "")
+wire.row_of(wire.row_json({"messages": [{"role": "user", "content": "Hi"}]}, ""))
 seeing = {"rl4llm.data.images", "rl4llm.data.vision", "rl4llm.backends.tower"}
 sys.exit(", ".join(sorted(seeing & set(sys.modules))) or 0)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
