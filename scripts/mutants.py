@@ -297,7 +297,7 @@ REMOTE = _of(
     "extensions/remote",
     "tests/extensions/remote",
     ("message_that_grew", "wire.py", "        del seat.messages[len(seat.messages) - new.replaced :]\n", "",
-     "test_remote.py::test_game_of_roles_on_a_host_equals_the_local_one"),
+     "test_remote.py::test_episodes_on_a_host_equal_the_local_ones"),
     ("lost_host", "hosts.py", "                    self._hosts.lost(self._link, error)\n", "                    pass\n",
      "test_remote.py::test_a_host_that_hangs_is_lost_when_its_time_is_over"),
 )  # fmt: skip

@@ -1,30 +1,24 @@
-"""The app goes through Modal's own client up to a stand-in of its control plane, and the bodies of its functions train
-together in two containers of this machine, over a volume that keeps Modal's rules. Nothing here has an account.
-"""
+"""The app goes through Modal's own client up to a stand-in of its control plane. Nothing here has an account."""
 
-import json
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
-from modal_containers import SGLANG, Containers
-from small_run import CONFIG
 
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch.launchers import launch_on
 from rl4llm.extensions.launch.modal import CONFIG as IN_CONTAINER
+from rl4llm.extensions.launch.roles import part
 
 modal = pytest.importorskip("modal", reason="modal is not installed: pip install 'rl4llm[modal]'")
-STEPS = 3
 GPUS = {
     "model": {"path": "hub/model"},
     "data": {"path": "arithmetic"},
@@ -195,37 +189,33 @@ def test_modal_refuses_unsupported_runs_before_writing(override, written, tmp_pa
     assert not (tmp_path / "on modal").exists()
 
 
-@pytest.mark.sweep  # what each of them does with the volume is tried below, and served weights in tests/extensions/servers
-def test_actor_and_worker_train_together_over_a_volume(model_dir, tmp_path, monkeypatch):
-    """The worker boots from a version of long ago, and proves each new one, which it sees by commit and reload alone."""
-    own = {"model": {"path": "model", "device": "cpu", "autocast": "none"}, "inference": {"name": "sglang"}}
-    roles = {"launch": {"servers": 1, "server_gpus": 0}, "output": {"dir": "runs/small"}, "max_steps": STEPS}
-    roles["sync"] = {"dir": "runs/small/weights"}  # both containers are processes of this machine here
-    containers = Containers(tmp_path, {**CONFIG, **own, **roles, "checkpoint": {"every": 1, "keep": 3}})
-    shutil.copytree(model_dir, containers.committed / "model")
-    tests = Path(__file__).parents[2]
-    sglang = tmp_path / "sglang"
-    path = [str(tests.parent), str(tests), str(tests / "extensions" / "servers")]
-    sglang.write_text(SGLANG.format(python=sys.executable, path=path))
-    sglang.chmod(0o755)
-    worker = containers.start("worker", "worker", RL4LLM_NUMBER="0", RL4LLM_SGLANG_PYTHON=str(sglang))
-    actor = containers.start("actor", "actor", ["http://127.0.0.1:30000"])
-    try:
-        until(lambda: actor.poll() is not None or worker.poll() is not None, 600)
-        assert actor.poll() == 0, containers.said("actor") + containers.said("worker")
-        with urllib.request.urlopen("http://127.0.0.1:30000/model_info") as answer:
-            assert json.load(answer)["weight_version"] == str(STEPS)
-    finally:
-        for process in (actor, worker):
-            process.terminate()
-            process.wait()
-    run = containers.committed / "runs" / "small"
-    assert (run / "weights" / "LATEST").read_text().strip() == f"v{STEPS:06d}"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all("time/verify" in row and row["mismatch/max"] < 1e-4 for row in rows)
-    seen = tmp_path / "worker" / "runs" / "small" / "weights"
-    assert (seen / "LATEST").exists(), "the worker has its own view, which it reloaded"
+def test_containers_start_the_trainer_and_a_server_of_the_run(tmp_path, monkeypatch):
+    """What each of them does with the volume is tried below, and weights that appear late in tests/extensions/servers."""
+    from rl4llm.extensions.launch import modal_app
+
+    config, calls = tmp_path / "config.yaml", []
+    config.write_text(yaml.safe_dump(GPUS | {"rewards": ["math"]}))
+    monkeypatch.setattr(modal_app, "CONFIG", str(config))
+    monkeypatch.setattr(modal_app, "_volume", lambda: SimpleNamespace(commit="commit", reload="reload"))
+    monkeypatch.setattr(modal_app, "_synced", lambda *call: calls.append(call) or 0)
+    monkeypatch.setenv("RL4LLM_NUMBER", "1")
+    modal_app.actor(["https://a", "https://b"])
+    modal_app.worker()
+    (commit, trainer, environ, place), (reload, server, others, outside) = calls
+    assert (commit, place, reload, outside) == ("commit", Path("/shared"), "reload", Path("/"))
+    assert trainer[1:4] == server[1:4] == ("-m", "rl4llm", "launch")
+    words = part(*launched(trainer), environ)
+    assert {'inference.url=["https://a", "https://b"]', "inference.visible_within_s=600.0"} <= {*words}
+    assert "sandbox.level=rl4llm.extensions.launch.modal_app:Programs" in words
+    words = part(*launched(server), {**others, "RL4LLM_NUMBER": "1"})
+    assert words[-4:] == ["--host", "0.0.0.0", "--port", "30001"]
+
+
+def launched(command):
+    """Return the configuration, the overrides and the role of a command line."""
+    config, *overrides, option, role = command[4:]
+    assert option == "--as"
+    return config, overrides, role
 
 
 TRAINER = """

@@ -1,6 +1,5 @@
 """The files of `examples/clusters` start each process of a run with its number and the hosts of the others."""
 
-import ast
 import re
 import subprocess
 from pathlib import Path
@@ -70,15 +69,3 @@ def test_skypilot_nodes_start_the_process_of_their_rank(cluster, tmp_path):
         assert words == ["launch", "config.yaml", "--as", name.split("-")[0]]
         assert (environ["RL4LLM_TRAINER_HOSTS"], environ["RL4LLM_SERVER_HOSTS"]) == ("a", "b,c")
     assert not cluster.left()
-
-
-def test_ray_job_names_what_exists():
-    tree = ast.parse((TEMPLATES / "ray_job.py").read_text())
-    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert {"RL4LLM_NUMBER", "RL4LLM_TRAINER_HOSTS", "RL4LLM_SERVER_HOSTS"} <= words
-    known = build_parser().parse_args(["launch", "config.yaml", "--as", "server"])
-    assert {"rl4llm", "launch", "--as", "trainer", known.role} <= words
-    launch = load_config(overrides=["model.path=m"]).launch
-    read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    keys = {node.attr for node in read if isinstance(node.value, ast.Name) and node.value.id == "launch"}
-    assert keys and all(hasattr(launch, key) for key in keys)

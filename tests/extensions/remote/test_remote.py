@@ -18,7 +18,7 @@ from forked_python import started
 from hosting import HostThread, played_on
 
 from rl4llm.core.errors import ConfigError, HostsDownError, RL4LLMError
-from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs import DebateEnv, ToolMDPEnv
 from rl4llm.envs.rollout import Rollout
@@ -111,21 +111,15 @@ def play(model, tokenizer):
     runner.close()
 
 
-def told(result):
+def outcome(result):
     """What two rollouts must agree in."""
-    episodes = result.trajectories
     return [
         (
-            item.spans,
-            item.messages,
-            dict(item.rewards),
-            item.turn_rewards,
-            item.stop_reason,
-            item.success,
-            item.extras["sample"],
+            item.role, item.spans, item.messages, dict(item.rewards), item.reward, item.turn_rewards, item.stop_reason,
+            item.success, item.extras["sample"], item.extras.get("metrics"),
         )
-        for item in episodes
-    ] + [item.reward for item in episodes]
+        for item in result.trajectories
+    ], [group.frozen for group in result.groups]  # fmt: skip
 
 
 def test_the_compiled_protocol_is_that_of_the_published_file(tmp_path):
@@ -141,27 +135,45 @@ def test_the_compiled_protocol_is_that_of_the_published_file(tmp_path):
     assert f"--descriptor_set_out=rl4llm/extensions/remote/{wire.COMPILED.name}" in proto
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("tool", {"tools": ["calculator"]}), ("chat", {}), (HINTS, {"max_steps": 3})]
-)
+@pytest.mark.parametrize(("name", "options"), [
+    ("tool", {"tools": ["calculator"]}), ("chat", {}), (HINTS, {"max_steps": 3}), ("debate", {}),
+    ("roles", {"roles": ["asker", "answerer", "listener"]}),
+])  # fmt: skip
 def test_an_environment_on_a_host_keeps_the_contract(host, remote, name, options):
-    check_env(remote([host], name, rows("How many are 37 and 48?", "And 1?"), **options), ["85", CALL])
+    env = remote([host], name, rows("How many are 37 and 48?", "And 1?"), **options)
+    check_env(env, ["85", CALL])
+    assert env.roles == tuple(options.get("roles", ("pro", "con") if name == "debate" else ("",)))
 
 
-def test_episodes_on_hosts_are_those_of_the_trainers_own_process(host, remote, play, tokenizer):
-    dataset = rows("Guess.", "Guess again.")
-    functions = [as_reward_function(spec) for spec in SPECS]
-    here = hosted_envs.Hints(
-        dataset, tokenizer, functions, 1, 2, max_steps=3, seed=42, reward_transform_fn=transform(functions)
+@pytest.mark.parametrize(("name", "env_class", "specs", "options"), [
+    (HINTS, hosted_envs.Hints, SPECS, {"max_steps": 3}),
+    ("debate", DebateEnv, [SPECS[0], WINNER], {}),
+    ("debate", DebateEnv, [SPECS[0], WINNER], {"frozen": ["con"], "instructions": {"con": "Be {role}."}}),
+    (DUEL, hosted_envs.Duel, OF_ROLES, {"max_steps": 4}),
+])  # fmt: skip
+def test_episodes_on_a_host_equal_the_local_ones(
+    host, remote, play, tokenizer, name, env_class, specs, options
+):
+    dataset = rows("How many are 37 and 48?", "And 1?")
+    functions = [as_reward_function(spec) for spec in specs]
+    local = env_class(
+        dataset, tokenizer, functions, 1, 2, reward_transform_fn=transform(functions), **options
     )
-    there = remote([host], HINTS, dataset, SPECS, max_steps=3)
-    expected, got = play(here), play(there)
-    assert told(got) == told(expected)
-    assert len(got.trajectories) == 6
-    assert any(item.turn_rewards for item in got.trajectories)
-    assert got.trajectories[0].extras["metrics"] == {"hints": 3}
-    assert "object" not in got.trajectories[0].extras
-    assert told(play(remote([host], HINTS, dataset, SPECS, seed=43, max_steps=3))) != told(expected)
+    expected, actual = play(local), play(remote([host], name, dataset, specs, **options))
+    assert outcome(actual) == outcome(expected)
+    assert len(actual.trajectories) == 6 * max(1, len(local.roles))
+    assert not any("object" in item.extras for item in actual.trajectories)
+
+
+def test_hosted_episodes_depend_on_the_seed_and_have_metrics(host, remote, play):
+    dataset = rows("Guess.", "Guess again.")
+    results = [play(remote([host], HINTS, dataset, SPECS, seed=seed, max_steps=3)) for seed in (42, 43)]
+    assert outcome(results[0]) != outcome(results[1])
+    assert all(item.turn_rewards for item in results[0].trajectories)
+    assert results[0].trajectories[0].extras["metrics"] == {"hints": 3}
+    duel = play(remote([host], DUEL, dataset, OF_ROLES, max_steps=4)).trajectories
+    assert len({item.extras["metrics"]["lines"] for item in duel}) > 1
+    assert {item.messages[0].content for item in duel} >= {"Defend level 1.", "Attack it."}
 
 
 def test_what_ends_a_turn_and_the_tools_are_those_of_the_host(host, remote, play, tokenizer):
@@ -171,7 +183,7 @@ def test_what_ends_a_turn_and_the_tools_are_those_of_the_host(host, remote, play
     there = remote([host], "tool", dataset, SPECS[:1], **options)
     assert there.turn_params(PARAMS) == here.turn_params(PARAMS) != PARAMS
     assert (there.tool_schemas, there.reply_roles, there.max_steps) == (here.tool_schemas, ("tool",), 4)
-    assert told(play(there)) == told(play(here))
+    assert outcome(play(there)) == outcome(play(here))
 
 
 def test_episodes_spread_over_hosts_and_need_only_one_of_them(remote, play):
@@ -181,23 +193,8 @@ def test_episodes_spread_over_hosts_and_need_only_one_of_them(remote, play):
         whole = play(env)
         assert [played_on(host) for host in (one, two)] == [3, 3]
         one.stop()
-        assert told(play(env)) == told(whole)
+        assert outcome(play(env)) == outcome(whole)
         assert played_on(two) == 3 + 6
-
-
-def in_order(result):
-    """The trajectories of all roles, with what `told` does not have."""
-    return [(item.role, item.policy_spans, item.extras.get("metrics")) for item in result.trajectories]
-
-
-@pytest.mark.parametrize(("name", "specs", "options"), [
-    ("debate", [WINNER], {}),
-    ("roles", ["hosted_envs:Tokens"], {"roles": ["asker", "answerer", "listener"]}),
-])  # fmt: skip
-def test_roles_on_a_host_keep_the_contract(host, remote, name, specs, options):
-    env = remote([host], name, rows("How many are 37 and 48?", "And 1?"), specs, **options)
-    check_env(env, ["Answer: 85", CALL])
-    assert env.roles == tuple(options.get("roles", ("pro", "con")))
 
 
 def test_a_host_writes_prompts_as_the_trainer_does(host, remote, tokenizer, tmp_path):
@@ -211,33 +208,6 @@ def test_a_host_writes_prompts_as_the_trainer_does(host, remote, tokenizer, tmp_
     row = json.dumps(rows("Hi")[0])
     made = EnvHost(["chat"], lambda: None)._make(wire.OpenRequest(**wanted, row=row, seed=1))
     assert (made.template_args, made.thoughts) == ({"enable_thinking": False}, "drop")
-
-
-@pytest.mark.parametrize("options", [{}, {"frozen": ["con"], "instructions": {"con": "Be {role}."}}])
-def test_debate_on_a_host_equals_the_local_one(host, remote, play, tokenizer, options):
-    dataset = rows("How many are 37 and 48?", "And 1?")
-    specs = ["hosted_envs:Tokens", WINNER]
-    functions = [as_reward_function(spec) for spec in specs]
-    here = DebateEnv(dataset, tokenizer, functions, 1, 2, reward_transform_fn=transform(functions), **options)
-    expected, got = play(here), play(remote([host], "debate", dataset, specs, **options))
-    assert told(got) == told(expected)
-    assert in_order(got) == in_order(expected)
-    assert [group.frozen for group in got.groups] == [group.frozen for group in expected.groups]
-    assert len(got.trajectories) == 12
-
-
-def test_game_of_roles_on_a_host_equals_the_local_one(host, remote, play, tokenizer):
-    dataset = rows("Fight.", "Fight again.")
-    functions = [as_reward_function(spec) for spec in OF_ROLES]
-    here = hosted_envs.Duel(
-        dataset, tokenizer, functions, 1, 2, max_steps=4, reward_transform_fn=transform(functions)
-    )
-    expected, got = play(here), play(remote([host], DUEL, dataset, OF_ROLES, max_steps=4))
-    assert told(got) == told(expected)
-    assert in_order(got) == in_order(expected)
-    assert len({item.extras["metrics"]["lines"] for item in got.trajectories}) > 1
-    assert {item.messages[0].content for item in got.trajectories} >= {"Defend level 1.", "Attack it."}
-    assert "object" not in got.trajectories[0].extras
 
 
 def test_opponent_of_a_hosted_role_plays_in_the_trainer(host, remote, play):
@@ -443,14 +413,6 @@ def test_a_host_tells_what_rewards_need_and_what_success_is(host, remote):
     assert [function.success_at for function in env.reward_functions] == [1.0, None, 1.5]
     hints = remote([host], HINTS, rows("Guess."), max_steps=3)
     assert (env.success_at, hints.success_at) == (None, hosted_envs.Hints.success_at)
-
-
-def test_a_message_stays_the_same_on_its_way():
-    messages = [ChatMessage("tool", "Error: no", failed=failed) for failed in (False, True)]
-    timed = ChatMessage("tool", "4", seconds=0.25)
-    for message in (*messages, timed, ChatMessage("assistant", "4", reasoning="2 + 2")):
-        (got,) = wire._chat_messages([wire._message(message)])
-        assert (got, got.seconds) == (message, message.seconds)
 
 
 def test_a_program_is_repaired_on_a_host(remote, play):

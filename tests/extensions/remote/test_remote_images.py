@@ -116,7 +116,10 @@ def test_messages_and_places_come_back_equal():
     message = ChatMessage.showing("tool", "a ", pictures[0], "", pictures[1], tool_call_id="c", failed=True)
     row = {"messages": [message.to_dict(), {"role": "user", "content": "b"}], "level": 3}
     assert wire.row_of(wire.row_json(row, "a row")) == row
-    assert wire._chat_messages([wire._message(message)]) == [message]
+    timed = ChatMessage("tool", "4", seconds=0.25)
+    for item in (message, timed, ChatMessage("tool", "no"), ChatMessage("assistant", "4", reasoning="2 + 2")):
+        (received,) = wire._chat_messages([wire._message(item)])
+        assert (received, received.seconds) == (item, item.seconds)
     span = TokenSpan.context([1, 2, 3, 4], [ImagePlace(Image("a" * 64, 28, 56), 1, 2)])
     assert wire._token_span(wire._span(span)) == span
 

@@ -163,20 +163,3 @@ def test_a_host_that_must_not_be_started_is_refused(arguments, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         filled = [argument.format(taken=taken.getsockname()[1]) for argument in arguments]
         assert main(["serve", "env", "--env", "tool", *filled]) in (1, 2)
-
-
-def test_a_run_whose_environment_no_host_has_does_not_start(model_dir, tmp_path):
-    with HostThread(["chat"]) as host:
-        place = [f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}", f"env.remote={host.address}"]
-        assert main(["train", str(CONFIG), *SMALL, *place]) == 2
-    assert not (tmp_path / "run").exists()
-
-
-def test_plan_counts_a_remote_environment_as_a_local_one(model_dir, capfd):
-    planned = []
-    with HostThread(["tool"]) as host:
-        for remote in ("null", host.address):
-            keys = [f"model.path={model_dir}", *SMALL, "env.tools=[calculator]", f"env.remote={remote}"]
-            assert main(["plan", str(CONFIG), *keys, "--json"]) == 0
-            planned.append(json.loads(capfd.readouterr().out))
-    assert planned[0]["counts"] == planned[1]["counts"]
