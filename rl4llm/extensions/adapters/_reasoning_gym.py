@@ -147,11 +147,11 @@ def _is_blind(task: str, options: str) -> bool:
     """Return whether the verifier pays each problem's answer in full for another problem, whose answer differs."""
     paid = 0
     for number in range(1, PROBES):
-        entry, other = _problem(task, options, number - 1), _problem(task, options, number)
-        if entry["answer"] == other["answer"] is not None:
+        entry, neighbour = _problem(task, options, number - 1), _problem(task, options, number)
+        if entry["answer"] == neighbour["answer"] is not None:
             continue
         try:
-            if _dataset(task, options, 0).score_answer(_text(other["answer"]), entry) < 1:
+            if _dataset(task, options, 0).score_answer(_text(neighbour["answer"]), entry) < 1:
                 return False
         except Exception:  # noqa: BLE001 - the answer of another problem may be any text to this one
             return False
@@ -169,8 +169,10 @@ def _is_nan(answer: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _dataset(task: str, options: str, chunk: int) -> Any:
-    given = json.loads(options)
-    return reasoning_gym.create_dataset(task, size=CHUNK, **given | {"seed": given["seed"] + chunk * CHUNK})
+    settings = json.loads(options)
+    return reasoning_gym.create_dataset(
+        task, size=CHUNK, **settings | {"seed": settings["seed"] + chunk * CHUNK}
+    )
 
 
 @lru_cache(maxsize=8192)

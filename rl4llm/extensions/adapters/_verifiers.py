@@ -42,8 +42,8 @@ class ChatHarness(NullHarness):
     async def setup(self, runtime: Any) -> None:
         """Do nothing: NullHarness would install an interpreter for the loop."""
 
-    async def launch(self, ctx: Any, trace: Any, runtime: Any, *given: Any, **options: Any) -> Any:
-        return await super().launch(ctx, trace, _Here(runtime), *given, **options)
+    async def launch(self, ctx: Any, trace: Any, runtime: Any, *arguments: Any, **options: Any) -> Any:
+        return await super().launch(ctx, trace, _Here(runtime), *arguments, **options)
 
 
 class _Here:
@@ -95,11 +95,11 @@ def prompt_of(data: Any) -> list[dict[str, Any]]:
     return [*system, *(message_to_wire(message) for message in data.prompt)]
 
 
-async def played(env: Any, made: dict[str, Any]) -> dict[str, Any]:
+async def play(env: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Play one rollout of a task against the endpoint in the environment variables; return the result of verifiers."""
-    number = made["number"]
+    number = row["number"]
     task = next(itertools.islice(env.taskset, number, None), None)
-    if task is None or task.hash != made["hash"]:
+    if task is None or task.hash != row["hash"]:
         raise ValueError(f"its task {number} differs from when the tasks were listed")
     client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     async with env.serving():
@@ -130,7 +130,7 @@ def main() -> None:
     chosen, what = json.loads(sys.argv[2]), json.load(sys.stdin)
     try:
         env = environment(**chosen)
-        result = listed(env, **what) if sys.argv[1] == "list" else asyncio.run(played(env, what["verifiers"]))
+        result = listed(env, **what) if sys.argv[1] == "list" else asyncio.run(play(env, what["verifiers"]))
     except Exception as error:  # noqa: BLE001 - a task's own code may raise anything; the caller reports it
         sys.exit(f"{chosen['task']}: {type(error).__name__}: {error}")
     with os.fdopen(result_to, "w") as stream:

@@ -50,7 +50,7 @@ def gymnasium_prompts(
             prompt_row(
                 f"{task}-{split}-{number}",
                 instructions,
-                [user(_shown(env, env.reset(seed=seed)[0]))],
+                [user(_text(env, env.reset(seed=seed)[0]))],
                 gymnasium=column | {"seed": seed},
             )
             for number, seed in enumerate(seeds)
@@ -80,11 +80,11 @@ class GymnasiumEnv(StepsEnv):
     def __init__(self, *args: Any, max_steps: int = 16, **kwargs: Any):
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
 
-    def make(self, made: Mapping[str, Any]) -> Any:
-        return _make(made["task"], made["options"])
+    def make(self, column: Mapping[str, Any]) -> Any:
+        return _make(column["task"], column["options"])
 
-    def begin(self, env: Any, made: Mapping[str, Any]) -> list[str]:
-        return [_shown(env, env.reset(seed=made["seed"])[0])]
+    def begin(self, env: Any, column: Mapping[str, Any]) -> list[str]:
+        return [_text(env, env.reset(seed=column["seed"])[0])]
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:
         env, names = self.playing(sample), sample.columns[COLUMN]["actions"]
@@ -95,7 +95,7 @@ class GymnasiumEnv(StepsEnv):
             return invalid(sample, f"That {problem}. {_accepted(env, names)}.")
         observation, reward, terminated, truncated, _ = env.step(action)
         note_reward(sample, reward)
-        return [] if terminated or truncated else [ChatMessage("user", _shown(env, observation))]
+        return [] if terminated or truncated else [ChatMessage("user", _text(env, observation))]
 
 
 def _make(task: str, options: Mapping[str, Any] | None) -> Any:
@@ -137,13 +137,13 @@ def _action(env: Any, names: Sequence[str], reply: str) -> Any:
         return text if env.action_space.contains(text) else None
     longest_first = sorted(names, key=len, reverse=True)
     words = "|".join(f"({re.escape(name)})" for name in longest_first)
-    found = list(re.finditer(rf"(?<!\w)(?:{words})(?!\w)", reply, re.IGNORECASE))
-    if not found:
+    matches = list(re.finditer(rf"(?<!\w)(?:{words})(?!\w)", reply, re.IGNORECASE))
+    if not matches:
         return None
-    return int(env.action_space.start) + names.index(longest_first[(found[-1].lastindex or 0) - 1])
+    return int(env.action_space.start) + names.index(longest_first[(matches[-1].lastindex or 0) - 1])
 
 
-def _shown(env: Any, observation: Any) -> str:
+def _text(env: Any, observation: Any) -> str:
     if isinstance(observation, str):
         return observation
     if env.render_mode == "ansi":
@@ -188,13 +188,13 @@ def in_words(space: Any) -> str:
 
 def _documented(docstring: str, named: bool, shown: bool) -> str:
     text = TAG.sub("", inspect.cleandoc(docstring))
-    first, *rest = HEADING.split(text)
+    summary, *rest = HEADING.split(text)
     hidden = {"action space": named, "observation space": shown}
-    kept: Sequence[str] = [
+    sections: Sequence[str] = [
         f"{title}:\n{inspect.cleandoc(body)}"
         for title, body in zip(rest[::2], rest[1::2], strict=True)
         if title.lower() in SECTIONS and not hidden.get(title.lower(), False)
     ]
-    first = ARGUMENTS.split(first)[0].strip()
+    summary = ARGUMENTS.split(summary)[0].strip()
     legend = "\n".join(line.strip() for line in LEGEND.findall(text)) if shown else ""
-    return "\n\n".join(filter(None, (first, *kept, legend and f"The map:\n{legend}")))
+    return "\n\n".join(filter(None, (summary, *sections, legend and f"The map:\n{legend}")))

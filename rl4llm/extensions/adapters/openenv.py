@@ -91,11 +91,11 @@ class OpenEnv(StepsEnv):
         self.action, self.fields = _action_fields(url, action)
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
 
-    def make(self, made: Mapping[str, Any]) -> Any:
+    def make(self, column: Mapping[str, Any]) -> Any:
         return _connected(self.url, self.message_timeout_s)
 
-    def begin(self, env: Any, made: Mapping[str, Any]) -> list[str]:
-        return [_text(env.reset(seed=made["seed"], **made["options"]).observation, self.observation)]
+    def begin(self, env: Any, column: Mapping[str, Any]) -> list[str]:
+        return [_text(env.reset(seed=column["seed"], **column["options"]).observation, self.observation)]
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:
         sample.extras.setdefault("metrics", {"return": 0.0, "invalid_actions": 0})

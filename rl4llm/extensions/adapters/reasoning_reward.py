@@ -71,20 +71,15 @@ class ReasoningReward(BaseBatchReward):
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure for a sample without a verdict."""
         answers = [self._answer(sample) for sample in samples]
-        asked = [i for i, (answer, _) in enumerate(answers) if answer is not None]
-        problems = [samples[i].columns[COLUMN] for i in asked]
-        tasks = [
-            [*(problem[name] for name in OF_PROBLEM), answers[i][0]]
-            for i, problem in zip(asked, problems, strict=True)
-        ]
-        verdicts = self.pool.map([[*task, False] for task in tasks])
-        inside = [i for i, verdict in enumerate(verdicts) if verdict == EVALUATES]
-        for i, verdict in zip(inside, self._in_sandbox([tasks[i] for i in inside]), strict=True):
-            verdicts[i] = verdict
         scores: list[float | RewardFailure] = [0.0] * len(samples)
         notes = [note for _, note in answers]
-        for i, verdict in zip(asked, verdicts, strict=True):
-            scores[i], notes[i] = _grade(verdict)
+        numbers = [number for number, (answer, _) in enumerate(answers) if answer is not None]
+        tasks = [
+            [*(samples[number].columns[COLUMN][name] for name in OF_PROBLEM), answers[number][0]]
+            for number in numbers
+        ]
+        for number, verdict in zip(numbers, self._verdicts(tasks), strict=True):
+            scores[number], notes[number] = _grade(verdict)
         for sample, note in zip(samples, notes, strict=True):
             if note:
                 sample.extras.setdefault("reward_notes", {})[self.name] = note
@@ -99,6 +94,12 @@ class ReasoningReward(BaseBatchReward):
         self.pool.close()
         self.sandbox.close()
 
+    def _verdicts(self, tasks: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return what the verifiers return in workers, and in the sandbox where they evaluate the answer."""
+        verdicts = self.pool.map([[*task, False] for task in tasks])
+        inside = iter(self._in_sandbox([t for t, v in zip(tasks, verdicts, strict=True) if v == EVALUATES]))
+        return [next(inside) if verdict == EVALUATES else verdict for verdict in verdicts]
+
     def _in_sandbox(self, tasks: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the verdicts of verifiers that evaluate the answers."""
         if not tasks:
@@ -111,7 +112,7 @@ class ReasoningReward(BaseBatchReward):
         )
         if outcome.status == "ok":
             verdicts = json.loads(outcome.stdout.splitlines()[-1])
-            return [FAULTS[one[0]](one[1]) if isinstance(one, list) else one for one in verdicts]
+            return [FAULTS[item[0]](item[1]) if isinstance(item, list) else item for item in verdicts]
         if outcome.status == "infra_error" or len(tasks) == 1:
             return [Unavailable(outcome.reason)] * len(tasks)
         # one answer must not cost the others their scores

@@ -26,25 +26,25 @@ class StepsEnv(BaseMDPEnv):
         super().__init__(*args, **kwargs)
 
     @abstractmethod
-    def make(self, made: Mapping[str, Any]) -> Any:
+    def make(self, column: Mapping[str, Any]) -> Any:
         """Return a new object for this column of a prompt."""
 
     @abstractmethod
-    def begin(self, env: Any, made: Mapping[str, Any]) -> list[str]:
+    def begin(self, env: Any, column: Mapping[str, Any]) -> list[str]:
         """Begin its episode; return the last messages of the prompt, as the object gives them."""
 
     def playing(self, sample: SampleState) -> Any:
         """Return the sample's object. Raises EnvError if it does not begin as in the prompt."""
         if id(sample) not in self._playing:
-            made = sample.columns[self.made_from]
-            env = self.make(made)
+            column = sample.columns[self.made_from]
+            env = self.make(column)
             self._playing[id(sample)] = (sample, env)
-            first = self.begin(env, made)
+            opening = self.begin(env, column)
             prompt = [message.content for message in sample.messages[: sample.init_msg_size]]
-            if prompt[-len(first) :] != first:
+            if prompt[-len(opening) :] != opening:
                 raise EnvError(
-                    f"{made.get('task', 'The environment')} does not begin as in its prompt, although the seed is the "
-                    f"same: {first[-1]!r:.200}. Next: draw all random numbers from the seed."
+                    f"{column.get('task', 'The environment')} does not begin as in its prompt, although the seed is the "
+                    f"same: {opening[-1]!r:.200}. Next: draw all random numbers from the seed."
                 )
         return self._playing[id(sample)][1]
 
@@ -86,5 +86,5 @@ class StepRewards(BaseBatchReward):
 
 
 def _scores(sample: SampleState) -> list[float]:
-    given = sample.extras.get(COLUMN, {})
-    return [given.get(str(turn), 0.0) for turn in range(len(policy_messages(sample)))]
+    rewards = sample.extras.get(COLUMN, {})
+    return [rewards.get(str(turn), 0.0) for turn in range(len(policy_messages(sample)))]

@@ -48,16 +48,16 @@ def stepped_prompts(
 ) -> list[dict[str, Any]]:
     """Return the first messages of environments as prompts, each with a different seed; 256 unless `limit` is given."""
     check_split(split)
-    made = {"task": task, "options": dict(options or {}), "task_seed": task_seed, "split": split}
-    made["limit"] = limit or DEFAULT_LIMIT
+    column = {"task": task, "options": dict(options or {}), "task_seed": task_seed, "split": split}
+    column["limit"] = limit or DEFAULT_LIMIT
     return [
         prompt_row(
             f"{split}-{number}",
             None,
             [{"role": message.role, "content": message.content} for message in begun.messages],
-            stepped=made | {"number": number},
+            stepped=column | {"number": number},
         )
-        for number, begun in enumerate(_begun(made))
+        for number, begun in enumerate(_begun(column))
     ]
 
 
@@ -90,11 +90,11 @@ class SteppedEnv(StepsEnv):
     def __init__(self, *args: Any, max_steps: int = 8, **kwargs: Any):
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
 
-    def make(self, made: Mapping[str, Any]) -> Any:
-        return copy.deepcopy(_begun(made)[made["number"]].env)
+    def make(self, column: Mapping[str, Any]) -> Any:
+        return copy.deepcopy(_begun(column)[column["number"]].env)
 
-    def begin(self, env: Any, made: Mapping[str, Any]) -> list[str]:
-        return [message.content for message in _begun(made)[made["number"]].messages]
+    def begin(self, env: Any, column: Mapping[str, Any]) -> list[str]:
+        return [message.content for message in _begun(column)[column["number"]].messages]
 
     def respond(self, sample: SampleState) -> list[ChatMessage]:
         messages, reward = _stepped(self.playing(sample), sample.last_message)
@@ -102,23 +102,23 @@ class SteppedEnv(StepsEnv):
         return messages
 
 
-def _begun(made: Mapping[str, Any]) -> list[_Begun]:
+def _begun(column: Mapping[str, Any]) -> list[_Begun]:
     """Return the environments of a split after their reset; the same settings give the same ones in every process."""
-    key = (made["task"], repr(made["options"]), made["task_seed"], made["split"], made["limit"])
+    key = (column["task"], repr(column["options"]), column["task_seed"], column["split"], column["limit"])
     with _BUILDING:
         if key not in _MADE:
-            _MADE[key] = _build(made)
+            _MADE[key] = _build(column)
         return _MADE[key]
 
 
-def _build(made: Mapping[str, Any]) -> list[_Begun]:
-    task, options, limit = made["task"], dict(made["options"]), made["limit"]
+def _build(column: Mapping[str, Any]) -> list[_Begun]:
+    task, options, limit = column["task"], dict(column["options"]), column["limit"]
     cls = imported("env.task", task, "'package.module:Class'")
     begun = []
-    with _seeded(derive_seed("stepped", task, made["task_seed"], made["split"])):
+    with _seeded(derive_seed("stepped", task, column["task_seed"], column["split"])):
         factory = _factory(cls, options, limit) if hasattr(cls, "create") else None
         for number in range(limit):
-            seed = derive_seed("stepped", task, made["task_seed"], made["split"], number) % 2**31
+            seed = derive_seed("stepped", task, column["task_seed"], column["split"], number) % 2**31
             env = factory.create(number) if factory else cls(**options)
             with _seeded(seed):
                 begun.append(_Begun(env, _opening(env, seed)))

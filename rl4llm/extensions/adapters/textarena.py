@@ -151,15 +151,15 @@ class _Match:
     def heard(self, player: int) -> str:
         """Return the messages to a player since the last call, without its own moves."""
         if player == self.player:
-            _, said = self._inner.get_observation()  # which may add how the game stands
+            _, messages = self._inner.get_observation()  # which may add how the game stands
         else:
-            said, self.state.observations[player] = self.state.observations[player], []
+            messages, self.state.observations[player] = self.state.observations[player], []
         names = {**self.state.role_mapping, _import().GAME_ID: "GAME"}
-        own = (player, _import().ObservationType.PLAYER_ACTION)
+        echo = (player, _import().ObservationType.PLAYER_ACTION)
         return "\n".join(
             f"[{names.get(sender, f'Player {sender}')}] {text}"
-            for sender, text, kind in said
-            if (sender, kind) != own
+            for sender, text, kind in messages
+            if (sender, kind) != echo
         )
 
     def move(self, action: str) -> None:
@@ -179,13 +179,13 @@ class _Match:
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         with GLOBAL_RANDOM:
-            kept = random.getstate(), np.random.get_state()
+            states = random.getstate(), np.random.get_state()
             _restore(self._random)
             try:
                 yield
             finally:
                 self._random = random.getstate(), np.random.get_state()
-                _restore(kept)
+                _restore(states)
 
 
 def _restore(state: tuple[Any, Any]) -> None:

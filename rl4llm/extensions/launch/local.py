@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -39,6 +40,9 @@ class Assignment:
     number: int
     devices: tuple[int | str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.role.name} {self.number}"
+
     def environ(self) -> dict[str, str]:
         """Return the variables that distinguish it from other processes; if its role has no GPUs, none is hidden."""
         devices = {VISIBLE: ",".join(map(str, self.devices))} if self.role.gpus else {}
@@ -57,22 +61,22 @@ def launch_here(
 
     The output of the others is in `output.dir/logs`. Raises ConfigError and RunDirError before anything starts.
     """
-    chosen = load_config(config, overrides)
-    found, shared = planned(config, overrides, force=force, python=python, gpus=present(os.environ))
-    RunDir(chosen.output.dir).make_logs()
+    (train, *others), shared = planned(
+        config, overrides, force=force, python=python, gpus=present(os.environ)
+    )
+    run_dir = RunDir(load_config(config, overrides).output.dir)
+    run_dir.make_logs()
+    logs = {process: log_of(run_dir, process.role.name, process.number) for process in others}
     with ExitStack() as started:
         processes = {}
-        for place in reversed(found):  # the trainer starts last and is stopped first
-            log = log_of(chosen, place.role.name, place.number) if place is not found[0] else None
-            with open(log, "ab") if log else nullcontext() as file:
-                processes[place] = start(place.role.command, {**shared, **place.environ()}, GRACE_S, log=file)
-            started.callback(_stop, processes[place])
-            if log:
-                say(f"Starting {_name(place)}; its log is {log}")
-        trainer = processes.pop(found[0])
-        code = _wait(
-            trainer, processes, lambda place: last_words(log_of(chosen, place.role.name, place.number)), say
-        )
+        for process in (*reversed(others), train):  # the trainer starts last and is stopped first
+            with open(logs[process], "ab") if process in logs else nullcontext() as log:
+                environ = {**shared, **process.environ()}
+                processes[process] = start(process.role.command, environ, GRACE_S, log=log)
+            started.callback(_stop, processes[process])
+            if process in logs:
+                say(f"Starting {process}; its log is {logs[process]}")
+        code = _wait(processes.pop(train), processes, logs, say)
     if code == STOPPED:
         say("Stopped. The same command with --on local resumes the run.")
     return code
@@ -96,30 +100,36 @@ def planned(
     """
     chosen = load_config(config, overrides)
     command = (*python, "launch", config, *overrides, *(["--force"] if force else []))
-    wanted = roles(chosen, command, here=True)
-    if gpus is not None and not gpus and chosen.model.device == "auto":  # the trainer then uses the CPU
-        wanted = [replace(role, gpus=0) if role.name == "trainer" else role for role in wanted]
-    found = assigned(wanted)
+    trainer, *others = roles(chosen, command, here=True)
+    if gpus is not None and not gpus and chosen.model.device == "auto":
+        trainer = replace(trainer, gpus=0)  # it uses the CPU
+    processes = assigned([trainer, *others])
     if gpus is not None:
-        count = max((int(device) + 1 for place in found for device in place.devices), default=0)
+        count = max((int(device) + 1 for process in processes for device in process.devices), default=0)
         if count > len(gpus):
             raise ConfigError(
-                f"The run needs {count} GPU(s), but this machine has {len(gpus)} visible. Next: lower launch.nproc and "
+                f"The run needs {count} GPUs, but this machine has {len(gpus)} visible. Lower launch.nproc and "
                 "launch.servers, or run without GPUs (model.device=cpu launch.server_gpus=0)."
             )
-        found = [replace(one, devices=tuple(gpus[int(device)] for device in one.devices)) for one in found]
-    return found, {hosts_variable(role.name): ",".join(_hosts(role)) for role in wanted}
+        processes = [
+            replace(process, devices=tuple(gpus[int(device)] for device in process.devices))
+            for process in processes
+        ]
+    # free ports, so that the trainer of another run on this machine cannot find our servers
+    hosts = {role.name: [f"{HOST}:{free_port(HOST)}" for _ in range(role.count)] for role in others}
+    hosts["trainer"] = [HOST] * trainer.count
+    return processes, {hosts_variable(name): ",".join(addresses) for name, addresses in hosts.items()}
 
 
-def assigned(wanted: Sequence[Role]) -> list[Assignment]:
+def assigned(roles: Sequence[Role]) -> list[Assignment]:
     """Assign GPUs to the processes of all roles. Roles that share the trainer's GPUs begin at its first one."""
-    found, device = [], 0
-    for role in wanted:
+    processes, device = [], 0
+    for role in roles:
         device = 0 if role.shares_gpus else device
         for number in range(role.count):
-            found.append(Assignment(role, number, tuple(range(device, device + role.gpus))))
+            processes.append(Assignment(role, number, tuple(range(device, device + role.gpus))))
             device += role.gpus
-    return found
+    return processes
 
 
 def present(environ: Mapping[str, str]) -> list[str]:
@@ -128,21 +138,10 @@ def present(environ: Mapping[str, str]) -> list[str]:
     return [str(number) for number in range(count)] if names is None else names[:count]
 
 
-def _hosts(role: Role) -> list[str]:
-    """Return free addresses, so that the trainer of another run on this machine cannot find our servers."""
-    if role.name == "trainer":
-        return [HOST] * role.count
-    return [f"{HOST}:{free_port(HOST)}" for _ in range(role.count)]
-
-
-def _name(place: Assignment) -> str:
-    return f"{place.role.name} {place.number}"
-
-
 def _wait(
     trainer: subprocess.Popen[bytes],
     others: Mapping[Assignment, subprocess.Popen[bytes]],
-    words_of: Callable[[Assignment], str],
+    logs: Mapping[Assignment, Path],
     say: Callable[[str], None],
 ) -> int:
     """Return the exit code of the trainer, or of another process that ended first, which stops the trainer.
@@ -150,25 +149,25 @@ def _wait(
     Signals go only to the trainer, which saves; a second one ends it at once.
     """
     died: dict[Assignment, int] = {}
-    asked = 0
+    signals = 0
 
-    def ask(number: int, _: object) -> None:
-        nonlocal asked
-        asked += not asked or number != signal.SIGHUP  # a terminal that closes sends it more than once
-        if asked > 1:
+    def stop(number: int, _: object) -> None:
+        nonlocal signals
+        signals += not signals or number != signal.SIGHUP  # a terminal that closes sends it more than once
+        if signals > 1:
             trainer.send_signal(signal.SIGINT)
 
-    with stop_signals(ask):
-        while trainer.poll() is None and not asked and not died:
+    with stop_signals(stop):
+        while trainer.poll() is None and not signals and not died:
             time.sleep(LOOK_S)
-            for place, process in others.items():
+            for assignment, process in others.items():
                 if process.poll() is not None:
-                    died[place] = process.returncode or 1
-                    say(f"{_name(place)} exited with code {process.returncode}; stopping the run.")
+                    died[assignment] = process.returncode or 1
+                    say(f"{assignment} exited with code {process.returncode}; stopping the run.")
         trainer.terminate()
         code = trainer.wait()
-        for place in died:  # after the trainer's last output
-            say(f"{_name(place)} ended first. {words_of(place)}")
+        for assignment in died:  # after the trainer's last output
+            say(f"{assignment} ended first. {last_words(logs[assignment])}")
         return next(iter(died.values())) if died and code else code
 
 

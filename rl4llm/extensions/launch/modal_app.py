@@ -75,20 +75,20 @@ class ModalRun:
 def build(path: Path, name: str, options: Mapping[str, str]) -> ModalRun:
     """Return the app of a configuration, not started, whose file is copied into every container."""
     config = load_config(path)
-    trainer, *others = roles(config, ("rl4llm", "launch", CONFIG))
+    trainer, *served = roles(config, ("rl4llm", "launch", CONFIG))
     disk = options.get("volume", "rl4llm")
     shared: dict[str, Any] = {
-        "image": _image(config, path, options, servers=bool(others)),
+        "image": _image(config, path, options, servers=bool(served)),
         "volumes": {SHARED: modal.Volume.from_name(disk, create_if_missing=True)},
         "env": {VOLUME: disk},
         "secrets": _secrets(trainer, options),
     }
     app = modal.App(name, include_source=False)
-    one: dict[str, Any] = {"max_containers": 1, "single_use_containers": True}
-    train = app.function(name="trainer", gpu=_gpu(trainer), timeout=DAY_S, retries=RETRIES, **one, **shared)(
-        actor
-    )
-    servers = [_server(app, role, number, shared) for role in others for number in range(role.count)]
+    alone: dict[str, Any] = {"max_containers": 1, "single_use_containers": True}
+    train = app.function(
+        name="trainer", gpu=_gpu(trainer), timeout=DAY_S, retries=RETRIES, **alone, **shared
+    )(actor)
+    servers = [_server(app, role, number, shared) for role in served for number in range(role.count)]
     return ModalRun(app, train, servers)
 
 

@@ -126,14 +126,16 @@ def words(
     """
     host, port = place(role.name, hosts[role.name][number], number)
     where = ["--host", "127.0.0.1" if is_loopback(host) else "0.0.0.0", "--port", str(port)]
+    supervised = ["--restarts", "3", *([] if config.launch.server_gpus else ["--cpu"])]
     if role.name == "server":
-        return [*_server(config), *_log(config, "server", number, host), *where]
+        return [*_server(config, supervised), *_log(config, "server", number, host), *where]
     if role.name == "router":
-        flags = [*_cpu(config), "--restarts", "3", *_log(config, "router", number, host)]
+        flags = [*supervised, *_log(config, "router", number, host)]
         urls = [_url("server", host, number) for number, host in enumerate(hosts["server"])]
         return ["serve", "--engine", "sglang-router", *flags, "--worker-urls", *urls, *where]
     if role.name == "env":
-        return ["serve", "env", "--env", ",".join(_hosted(config)), *where]
+        names = dict.fromkeys(part.env["name"] for part in by_part(config).values())
+        return ["serve", "env", "--env", ",".join(names), *where]
     return ["launch", *source, *_connected(config, hosts), *_ranks(config, number, hosts["trainer"])]
 
 
@@ -168,9 +170,9 @@ def address(role: str, host: str, number: int) -> str:
     return f"{f'[{name}]' if ':' in name else name}:{port}"
 
 
-def log_of(config: Config, role: str, number: int) -> Path:
+def log_of(run_dir: RunDir, role: str, number: int) -> Path:
     """Return the log file of a process of a run on one machine."""
-    return RunDir(config.output.dir).logs_dir / f"{role}-{number}.log"
+    return run_dir.logs_dir / f"{role}-{number}.log"
 
 
 def _url(role: str, host: str, number: int) -> str:
@@ -178,7 +180,7 @@ def _url(role: str, host: str, number: int) -> str:
     return host if "://" in host else f"http://{address(role, host, number)}"
 
 
-def _server(config: Config) -> list[str]:
+def _server(config: Config, supervised: Sequence[str]) -> list[str]:
     from rl4llm.backends.model_files import model_directory  # noqa: PLC0415 - imports torch
 
     engine, launch, model = config.inference["name"], config.launch, str(model_directory(config.model.path))
@@ -187,22 +189,13 @@ def _server(config: Config) -> list[str]:
     in_turns = IN_TURNS[engine] if launch.server_gpus and config.inference.get("cohost") else ()
     keys = flatten(config)
     computing = [f"{key}={str(keys[key]).lower()}" for key in COMPUTING] if engine == "embedded" else []
-    flags = [*_cpu(config), "--restarts", "3", *named, *shards, *in_turns, *computing]
+    flags = [*supervised, *named, *shards, *in_turns, *computing]
     return ["serve", "--engine", engine, *flags, *launch.server_flags]
 
 
 def _log(config: Config, role: str, number: int, host: str) -> list[str]:
     """Return the option of a log file on this machine; elsewhere there is none, since a log might contain a key."""
-    return ["--log", str(log_of(config, role, number))] if is_loopback(host) else []
-
-
-def _cpu(config: Config) -> list[str]:
-    return [] if config.launch.server_gpus else ["--cpu"]
-
-
-def _hosted(config: Config) -> list[str]:
-    """Return the names of the environments that the servers have to offer."""
-    return list(dict.fromkeys(part.env["name"] for part in by_part(config).values()))
+    return ["--log", str(log_of(RunDir(config.output.dir), role, number))] if is_loopback(host) else []
 
 
 def _connected(config: Config, hosts: Mapping[str, Sequence[str]]) -> list[str]:

@@ -34,8 +34,6 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--port", type=int, default=50051, help="port; 0 for a free one (default: %(default)s)"
     )
-    about = "accept every user of this machine, without the token that this start creates"
-    command.add_argument("--no-token", action="store_true", help=about)
     command.add_argument(
         "--tls-cert", type=Path, metavar="PEM", help="certificate for TLS; see env.remote_ca"
     )

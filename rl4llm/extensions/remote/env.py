@@ -51,7 +51,7 @@ class RemoteEnv(BaseMDPEnv):
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
         answer = await self._ask(sample, "answering a turn")
-        return wire.take_answer(answer, sample) if answer else []
+        return wire.apply_answer(answer, sample) if answer else []
 
     def turn_params(self, sampling_params: SamplingParams) -> SamplingParams:
         return sampling_params.replace(
@@ -102,11 +102,11 @@ class RemoteEnv(BaseMDPEnv):
             return
         if answer is None:
             return
-        wire.take_answer(answer, sample)
+        wire.apply_answer(answer, sample)
         for seat in sample.seats:
             seat.extras[SCORES] = {
                 name: dataclasses.asdict(value) if isinstance(value, Broken) else value
-                for name, value in wire.take_scores(answer, seat).items()
+                for name, value in wire.scores_of(answer, seat).items()
             }
 
 
@@ -122,7 +122,7 @@ class RemoteRolesEnv(RemoteEnv, RolesEnv):
 
     async def _turn(self, sample: SampleState) -> tuple[str, str] | None:
         answer = await self._ask(sample, "choosing whose turn it is")
-        messages = wire.take_answer(answer, sample) if answer else []
+        messages = wire.apply_answer(answer, sample) if answer else []
         return (answer.role, "".join(item.content for item in messages)) if answer and answer.role else None
 
 

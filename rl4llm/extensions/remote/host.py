@@ -109,15 +109,15 @@ class EnvHost:
         hosted = self._hosted.get(message.begin.environment)
         if hosted is None:
             raise LostError("this environment is not open on this host; perhaps the host was restarted")
-        sample, task = wire.begun(message, hosted.env.roles), asyncio.current_task()
+        sample, task = wire.new_sample(message, hosted.env.roles), asyncio.current_task()
         assert task is not None  # this runs in a coroutine
         hosted.episodes.add(task)
         try:
             while not message.finished:
-                wire.take_said(message, sample)
+                wire.apply_update(message, sample)
                 yield await _turn(hosted.env, sample)
                 message = await _next(spoken, IDLE_S)
-            wire.take_said(message, sample)
+            wire.apply_update(message, sample)
             await hosted.env._end_safely(sample)
             seats = [seat for seat in sample.seats if seat.policy_spans and not seat.failure]
             # judges get all roles in one batch

@@ -223,7 +223,7 @@ class HostedEpisode:
 
     async def ask(self, sample: SampleState, doing: str, *, finished: bool = False) -> Any:
         """Send what is new in the episode, and return the answer. Raises LostError after losing the host."""
-        message = wire.said(sample, self._sent, finished=finished)
+        message = wire.update_message(sample, self._sent, finished=finished)
         attempts = 0
         while True:
             attempts += 1

@@ -24,7 +24,7 @@ from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.remote.host import EnvHost
 from rl4llm.extensions.remote.rpc import Server
-from rl4llm.extensions.remote.token import FILE_VARIABLE, VARIABLE, kept, new_token, read_token
+from rl4llm.extensions.remote.token import FILE_VARIABLE, VARIABLE, new_token, read_token, stored
 from rl4llm.runtime.ports import check_free, is_loopback
 
 GRACE_S = 1.0  # for running calls
@@ -38,8 +38,7 @@ def serve_env(
 
     Raises ConfigError for settings that are not safe or not valid.
     """
-    host, port, with_token = arguments.host, arguments.port, not arguments.no_token
-    token = read_token(os.environ) if with_token else ""
+    host, port, token = arguments.host, arguments.port, read_token(os.environ)
     os.environ.pop(VARIABLE, None)  # processes of environments and rewards do not need it
     if not is_loopback(host) and not token:
         raise ConfigError(
@@ -49,15 +48,14 @@ def serve_env(
     if port:
         check_free(host, port)
     env_host = EnvHost(names, _sandbox(arguments.overrides), say)
-    start_token = new_token() if with_token and not token else ""
+    start_token = "" if token else new_token()
     where = f"[{host}]" if ":" in host else host
 
     async def serve() -> None:
         server = Server(env_host, host, port, token or start_token, certificate)
-        with kept(start_token, server.port) if start_token else contextlib.nullcontext() as file:
-            who = f", for trainers that can read its token file: {file}" if file else ""
-            who = ", for trainers with the same token" if token else who
-            await _serve(server, f"Hosting {', '.join(names)} at {where}:{server.port}{who}.")
+        with stored(start_token, server.port) if start_token else contextlib.nullcontext() as file:
+            who = f"that can read its token file: {file}" if file else "with the same token"
+            await _serve(server, f"Hosting {', '.join(names)} at {where}:{server.port}, for trainers {who}.")
 
     asyncio.run(serve())
     return 0

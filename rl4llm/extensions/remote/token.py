@@ -29,7 +29,7 @@ def read_token(environ: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def kept(token: str, port: int) -> Iterator[Path]:
+def stored(token: str, port: int) -> Iterator[Path]:
     """Store the token of a host that listens on a loopback port where `token_of_start` finds it."""
     file = _file(port)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -52,7 +52,7 @@ class Sent:
     spans: Counter[str] = field(default_factory=Counter)
 
 
-def said(sample: SampleState, sent: Sent, *, finished: bool = False) -> Any:
+def update_message(sample: SampleState, sent: Sent, *, finished: bool = False) -> Any:
     """Return the message with what is new in an episode. Raises DataError for a row that is not JSON-compatible."""
     message, episode = Said(finished=finished), sample.episode
     if not sent.begun:
@@ -75,20 +75,20 @@ def said(sample: SampleState, sent: Sent, *, finished: bool = False) -> Any:
         sent.lines = len(episode.said)
     for seat in sample.seats:
         into, before = message.seats[seat.role], sent.messages[seat.role]
-        kept = next(
+        common = next(
             (n for n, pair in enumerate(zip(before, seat.messages, strict=False)) if pair[0] != pair[1]),
             len(before),
         )
-        into.replaced, into.step = len(before) - kept, seat.current_step
+        into.replaced, into.step = len(before) - common, seat.current_step
         into.finished = (seat.stop_reason or "done") if finished else ""
-        into.messages.extend(_message(item) for item in seat.messages[kept:])
+        into.messages.extend(_message(item) for item in seat.messages[common:])
         into.spans.extend(_span(item) for item in seat.spans[sent.spans[seat.role] :])
         sent.messages[seat.role], sent.spans[seat.role] = list(seat.messages), len(seat.spans)
     sent.begun = True
     return message
 
 
-def begun(message: Any, roles: Sequence[str]) -> SampleState:
+def new_sample(message: Any, roles: Sequence[str]) -> SampleState:
     """Return the sample that a first message begins, still without its messages."""
     begin = message.begin
     sample = SampleState(
@@ -111,7 +111,7 @@ def begun(message: Any, roles: Sequence[str]) -> SampleState:
     return episode.seats[begin.role]
 
 
-def take_said(message: Any, sample: SampleState) -> None:
+def apply_update(message: Any, sample: SampleState) -> None:
     """Update the host's samples of an episode from a message of the trainer."""
     if sample.episode:
         sample.episode.said.extend(Line(line.role, line.text) for line in message.lines)
@@ -151,7 +151,7 @@ def answer(
     return message
 
 
-def take_answer(message: Any, sample: SampleState) -> list[ChatMessage]:
+def apply_answer(message: Any, sample: SampleState) -> list[ChatMessage]:
     """Update the trainer's samples of an episode from a message of the host; return the replies, like `respond`."""
     for seat in sample.seats:
         of_seat = message.results[seat.role]
@@ -171,7 +171,7 @@ def score(reward: str, value: Sequence[float] | Broken) -> Any:
     return Score(reward=reward, values=value)
 
 
-def take_scores(message: Any, seat: SampleState) -> dict[str, list[float] | Broken]:
+def scores_of(message: Any, seat: SampleState) -> dict[str, list[float] | Broken]:
     """Return the scores of one role in an answer, by reward."""
     return {
         item.reward: Broken(item.broken_kind, item.broken_reason) if item.broken_kind else list(item.values)

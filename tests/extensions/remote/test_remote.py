@@ -27,7 +27,7 @@ from rl4llm.extensions.remote import wire
 from rl4llm.extensions.remote.env import LOST, HostedEnvironment
 from rl4llm.extensions.remote.host import EnvHost
 from rl4llm.extensions.remote.rpc import HostChannel, LostError
-from rl4llm.extensions.remote.token import kept, new_token, token_of_start
+from rl4llm.extensions.remote.token import new_token, stored, token_of_start
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import as_reward_function, weighted_sum
 from rl4llm.runtime.runner import Runner
@@ -517,14 +517,14 @@ def test_trainers_of_the_same_user_find_the_token_of_a_start(remote, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RL4LLM_ENV_TOKEN", raising=False)
     with HostThread(["chat"], token=(token := new_token())) as host:
-        with kept(token, host.server.port) as file:
+        with stored(token, host.server.port) as file:
             assert file.stat().st_mode & 0o077 == file.parent.stat().st_mode & 0o077 == 0
             remote([host], "chat", rows("Guess."))
         assert not file.exists()
         with pytest.raises(ConfigError):
             remote([host], "chat", rows("Guess."))
         assert len(token) == 32 and token != new_token()
-    with kept("of a start", 1) as file, kept("of the next start", 1):
+    with stored("of a start", 1) as file, stored("of the next start", 1):
         assert token_of_start("127.0.0.1:1") == token_of_start("localhost:1") == "of the next start"
         others = ("host.example:1", "10.0.0.1:1", "127.host.example:1")
         assert {token_of_start(address) for address in others} == {""}
