@@ -7,7 +7,7 @@ import contextlib
 import copy
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
@@ -18,12 +18,8 @@ from rl4llm.extensions.toolbox.mcp_answers import text_of
 from rl4llm.runtime.threads import in_own_thread
 
 CLOSE_TIMEOUT_S = 15.0
-SERVERS_FAULT = (
-    -32700,
-    -32600,
-    -32601,
-    -32603,
-)  # in JSON-RPC: parse error, invalid request, no such method, internal error
+# In JSON-RPC: parse error, invalid request, no such method, internal error.
+SERVERS_FAULT = (-32700, -32600, -32601, -32603)
 POLL_S = 0.1
 KEPT_ERRORS = 16 * 1024
 
@@ -61,17 +57,13 @@ class MCP(ToolSet):
         connect_timeout_s: float = 30.0,
         per_episode: bool = False,
     ):
-        if bool(command) == bool(url) or isinstance(command, str):
-            raise ConfigError(
-                f"env.tools: mcp: command={command!r} with url={url!r} is not accepted: a list, or a url."
-            )
+        if bool(command) == bool(url):
+            raise ConfigError(f"env.tools: mcp: {command=} with {url=} is not accepted: a list, or a url.")
         mcp = needed("mcp", "env.tools: mcp")
         self._where = url or " ".join(command)
-        self._server = url
-        if command:
-            self._server = mcp.StdioServerParameters(
-                command=command[0], args=list(command[1:]), env=dict(env) if env else None
-            )
+        self._server = url or mcp.StdioServerParameters(
+            command=command[0], args=list(command[1:]), env=dict(env) if env else None
+        )
         self._connect_timeout_s = connect_timeout_s
         self._per_episode = per_episode
         self._starting = threading.Semaphore(os.cpu_count() or 1)  # one for the sets of all episodes
@@ -79,17 +71,8 @@ class MCP(ToolSet):
         try:
             offered = self._connected().offered
         except EnvError as error:
-            raise ConfigError(
-                f"env.tools: {error} Next step: start it by hand and see what it says."
-            ) from error
-        unknown = set(only) - set(offered)
-        if unknown:
-            raise ConfigError(
-                f"env.tools: mcp: {self._where} has no tool {min(unknown)!r}; it has {sorted(offered)}."
-            )
-        self.tools = {
-            name: self._tool(name, schema) for name, schema in offered.items() if not only or name in only
-        }
+            raise ConfigError(f"env.tools: {error}") from error
+        self.tools = {name: self._tool(name, offered[name]) for name in only or offered}
         if per_episode:
             self.close()  # no episode talks to this one
 
@@ -131,26 +114,20 @@ class MCP(ToolSet):
             if self._session is not None and self._session.over and self._per_episode:
                 raise EnvError(f"mcp: the connection of this episode to {self._where} is over.")
             if self._session is None or self._session.over:
-                with self._turn_to_start():
-                    session = _Session(self._server, self._where)
-                    session.wait(self._connect_timeout_s)
-                self._session = session
+                self._session = self._started()
             return self._session
 
-    @contextlib.contextmanager
-    def _turn_to_start(self) -> Iterator[None]:
-        """Wait until few enough other servers are starting; raise EnvError if the tools are closed before that."""
-        while not self._starting.acquire(timeout=POLL_S):
-            self._refuse_if_closed()
-        try:
-            self._refuse_if_closed()
-            yield
-        finally:
-            self._starting.release()
-
-    def _refuse_if_closed(self) -> None:
-        if self._closing.is_set():
-            raise EnvError(f"mcp: the tools of {self._where} were closed before it was started.")
+    def _started(self) -> _Session:
+        """Return a session when few enough servers are starting; raise EnvError if the tools are closed before that."""
+        while not self._closing.is_set():
+            if self._starting.acquire(timeout=POLL_S):
+                try:
+                    session = _Session(self._server, self._where)
+                    session.wait(self._connect_timeout_s)
+                    return session
+                finally:
+                    self._starting.release()
+        raise EnvError(f"mcp: the tools of {self._where} were closed before it was started.")
 
 
 class _Session:

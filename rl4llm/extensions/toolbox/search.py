@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl4llm.core.errors import DataError
 from rl4llm.core.message import shortened
 from rl4llm.core.registry import needed
 from rl4llm.data.read import read_rows
@@ -29,14 +28,11 @@ class Search(ToolSet):
         super().__init__()
         self._results = results
         bm25s = needed("bm25s", "env.tools: search", "search")
-        self._documents = [_shown(title, text, max_chars) for title, text in _read(corpus)]
-        if not self._documents:
-            raise DataError(f"env.tools: search: corpus={corpus!r:.100} has no documents.")
+        documents = list(_read(corpus))
+        self._documents = [f"{title}\n{shortened(text, max_chars)}".strip() for title, text in documents]
         self._words = lambda texts: bm25s.tokenize(texts, stopwords="en", show_progress=False)
         self._index = bm25s.BM25()
-        self._index.index(
-            self._words([f"{title} {text}" for title, text in _read(corpus)]), show_progress=False
-        )
+        self._index.index(self._words([" ".join(document) for document in documents]), show_progress=False)
 
     @tool
     def search(self, query: str) -> str:
@@ -47,24 +43,17 @@ class Search(ToolSet):
         """
         count = min(self._results, len(self._documents))
         numbers, scores = self._index.retrieve(self._words([query]), k=count, show_progress=False)
-        found = [
-            self._documents[number] for number, score in zip(numbers[0], scores[0], strict=True) if score > 0
-        ]
-        return "\n\n".join(found) or "No document has these words."
+        pairs = zip(numbers[0], scores[0], strict=True)
+        texts = [self._documents[number] for number, score in pairs if score > 0]
+        return "\n\n".join(texts) or "No document has these words."
 
 
 def _read(corpus: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Title and text of each document."""
+    """Yield the title and the text of each document."""
     path = Path(corpus) if isinstance(corpus, str) else Path()
-    there = isinstance(corpus, str) and path.is_dir()
-    files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_FILES) if there else []
+    is_directory = isinstance(corpus, str) and path.is_dir()
+    files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_FILES) if is_directory else []
     for file in files:
         yield file.relative_to(path).as_posix(), file.read_text(errors="replace")
-    for place, row in () if files else read_rows(corpus, "train"):
-        if not isinstance(row, Mapping) or not isinstance(row.get("text"), str):
-            raise DataError(f"{place}: a document of a corpus needs a `text`.")
+    for _, row in () if files else read_rows(corpus, "train"):
         yield str(row.get("title") or ""), row["text"]
-
-
-def _shown(title: str, text: str, max_chars: int) -> str:
-    return f"{title}\n{shortened(text, max_chars)}".strip()

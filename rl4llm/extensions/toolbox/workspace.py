@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import tempfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,7 @@ class Workspace(ToolSet):
 
     def close(self) -> None:
         if self._directory is not None:
-            _remove(self._directory.name)
-            self._directory.cleanup()
+            self._directory.cleanup()  # its recursion is as deep as MAX_DEPTH
             self._directory = None
 
     @tool
@@ -85,18 +85,18 @@ class Workspace(ToolSet):
         Args:
             text: What to look for, upper and lower case alike.
         """
-        found: list[str] = []
-        more = 0
-        for file in self._files():
-            name = self._name(file)
-            for number, line in enumerate(file.read_text(errors="replace").splitlines(), start=1):
-                if text.lower() not in line.lower():
-                    continue
-                if len(found) < MAX_FOUND:
-                    found.append(f"{name}:{number}: {shortened(line.strip(), 200)}")
-                else:
-                    more += 1
-        return "\n".join([*found, *[f"and {more} more lines"] * (more > 0)]) or "No line contains it."
+        hits = (
+            (file, number, line)
+            for file in self._files()
+            for number, line in enumerate(file.read_text(errors="replace").splitlines(), start=1)
+            if text.lower() in line.lower()
+        )
+        lines = [
+            f"{self._name(file)}:{number}: {shortened(line.strip(), 200)}"
+            for file, number, line in islice(hits, MAX_FOUND)
+        ]
+        rest = sum(1 for _ in hits)
+        return "\n".join([*lines, *[f"and {rest} more lines"] * (rest > 0)]) or "No line contains it."
 
     @property
     def root(self) -> Path:
@@ -108,30 +108,23 @@ class Workspace(ToolSet):
     def _check_room(self, target: Path, size: int) -> None:
         """Raise ToolError where a file of that size, with the directories that it needs, does not fit."""
         max_bytes, max_files = self._limits
-        others = [file for file in self._files() if file != target]
+        files = [file for file in self._files() if file != target]
         directories = {path for path in self.root.rglob("*") if path.is_dir() and not path.is_symlink()}
-        needed = (
-            parent for parent in target.parents if parent.is_relative_to(self.root) and not parent.exists()
-        )
-        directories.update(needed)
-        taken = sum(file.stat().st_size for file in others) + DIRECTORY_BYTES * len(directories)
-        if size + taken > max_bytes or len(others) >= max_files or len(directories) > max_files:
-            raise ToolError(
-                f"the workspace is full: at most {max_bytes} bytes in {max_files} files and as many directories"
-            )
+        directories |= {
+            path for path in target.parents if path.is_relative_to(self.root) and path != self.root
+        }
+        size += sum(file.stat().st_size for file in files) + DIRECTORY_BYTES * len(directories)
+        if size > max_bytes or len(files) >= max_files or len(directories) > max_files:
+            limits = f"at most {max_bytes} bytes in {max_files} files and as many directories"
+            raise ToolError(f"the workspace is full: {limits}")
 
     def _inside(self, path: str) -> Path:
-        if len(path) > MAX_PATH:
-            raise ToolError(f"{path[:100]!r}... is no path: at most {MAX_PATH} characters")
-        try:
-            target = (self.root / path).resolve()
+        with contextlib.suppress(ValueError, OSError, RuntimeError):  # a NUL, a long name, a loop of links
+            target = (self.root / path[:MAX_PATH]).resolve()
             target.exists()
-        except (ValueError, OSError, RuntimeError) as error:
-            # a NUL, a name that is too long, a loop of links
-            raise ToolError(f"{path[:100]!r} is no path") from error
-        if not target.is_relative_to(self.root) or target == self.root:
-            raise ToolError(f"{path[:100]!r} leads out of the workspace")
-        return target
+            if len(path) <= MAX_PATH and target.is_relative_to(self.root) and target != self.root:
+                return target
+        raise ToolError(f"{path[:100]!r} is not a path in the workspace")
 
     def _file(self, path: str) -> Path:
         target = self._inside(path)
@@ -144,17 +137,3 @@ class Workspace(ToolSet):
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
-
-
-def _remove(root: str) -> None:
-    """Remove a directory with all that is in it, without recursion; links are not followed."""
-    directories = [root]
-    for directory in directories:  # it grows meanwhile
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    directories.append(entry.path)
-                else:
-                    os.unlink(entry.path)
-    for directory in reversed(directories):
-        os.rmdir(directory)

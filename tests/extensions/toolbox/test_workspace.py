@@ -1,9 +1,6 @@
 """Files as tools: what they answer, what they refuse, and that no path leads out of the directory."""
 
-import os
-import sys
 import tracemalloc
-from pathlib import Path
 
 import pytest
 
@@ -53,28 +50,22 @@ def test_no_path_leads_out_of_a_workspace(workspace, tmp_path):
     assert "secret" not in workspace.search_files("secret") + workspace.list_files()
 
 
-@pytest.mark.parametrize(("path", "text", "said"), [
-    ("big.txt", "x" * 91, "full: at most 4196 bytes in 3 files"),
-    ("notes", "x", "notes cannot be written: Is a directory"),
-    ("notes/one.txt/two", "x", "cannot be written"),
-    ("n" * 300, "x", "is no path"),
-    ("d/" * 40_000, "x", "is no path: at most 4000 characters"),
-    ("notes/", "x", "cannot be written"),
+@pytest.mark.parametrize("path", [
+    "notes", "notes/", "notes/one.txt/two", "n" * 300, "d/" * 40_000, "d/" * 17 + "f", "e/f",
 ])  # fmt: skip
-def test_invalid_writes_are_refused_with_the_cause(workspace, path, text, said):
-    with pytest.raises(ToolError, match=said):
-        workspace.write_file(path, text)
+def test_invalid_writes_are_refused_and_write_nothing(workspace, path):
+    with pytest.raises(ToolError):
+        workspace.write_file(path, "x")
+    assert [path.name for path in workspace.root.rglob("*")] == ["notes", "one.txt"]
 
 
-def test_a_workspace_bounds_depth_directories_and_their_bytes(workspace):
-    with pytest.raises(ToolError, match="too deep: at most 16 directories"):
-        workspace.write_file("d/" * 17 + "f", "x")
-    with pytest.raises(ToolError, match="full: at most 4196 bytes in 3 files and as many directories"):
-        workspace.write_file("e/f", "x")
-    assert [path.name for path in workspace.root.iterdir()] == ["notes"]
+def test_a_workspace_bounds_files_directories_and_their_bytes(workspace):
+    with pytest.raises(ToolError):
+        workspace.write_file("big.txt", "x" * 91)
+    workspace.write_file("big.txt", "x" * 80)
     roomy = Workspace(max_files=3)
     roomy.write_file("a/b/c/f", "x")
-    with pytest.raises(ToolError, match="full"):
+    with pytest.raises(ToolError):
         roomy.write_file("d/f", "x")
     roomy.write_file("a/b/g", "x")
     roomy.close()
@@ -95,24 +86,10 @@ def test_a_search_of_a_workspace_holds_only_what_it_shows():
     assert peak_bytes < 10 * 2**20
 
 
-def test_a_workspace_is_removed_however_deep_it_is(workspace):
-    directory = os.open(workspace.root, os.O_RDONLY)
-    for _ in range(sys.getrecursionlimit()):
-        os.mkdir("d", dir_fd=directory)
-        directory, above = os.open("d", os.O_RDONLY, dir_fd=directory), directory
-        os.close(above)
-    os.close(directory)
-    (workspace.root / "link").symlink_to("/etc")
-    root = workspace.root
-    workspace.close()
-    assert not root.exists() and Path("/etc/passwd").exists()
-
-
 def test_workspace_takes_lone_surrogates_and_limits_files(workspace):
     workspace.write_file("a", "\ud800")
     workspace.write_file("b", "")
     workspace.write_file("b", "x" * 80)
-    with pytest.raises(ToolError, match="3 files"):
-        workspace.write_file("c", "")
-    with pytest.raises(ToolError, match="the file 'c' does not exist"):
-        workspace.read_file("c")
+    for use in (lambda: workspace.write_file("c", ""), lambda: workspace.read_file("c")):
+        with pytest.raises(ToolError):
+            use()
