@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rl4llm.core.errors import ConfigError, RefusedError, UnreachableError
+from rl4llm.core.errors import RefusedError, UnreachableError
 from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.runtime.transport import Retry, Transport
 
@@ -46,13 +46,11 @@ class ChatServer:
         max_calls: int | None = None,
         max_total_tokens: int | None = None,
     ):
-        if api_key_env and not os.environ.get(api_key_env):
-            raise ConfigError(f"{where}.api_key_env={api_key_env!r}: this environment variable is not set.")
         self.model = model
         self.retry = Retry(attempts)
         self.counts: Counter[str] = Counter()
         self._limits = {"calls": max_calls, "tokens": max_total_tokens}
-        api_key = os.environ.get(api_key_env) if api_key_env else None
+        api_key = os.environ[api_key_env] if api_key_env else None
         self._transport = Transport(url, deadline_s=deadline_s, connections=concurrency, api_key=api_key)
 
     async def ask(self, body: Callable[[int], Mapping[str, Any]], read: Callable[[str], T]) -> T:
@@ -66,11 +64,8 @@ class ChatServer:
                 if limit is not None and self.counts[what] >= limit:
                     raise RefusedError(f"the budget of {limit} {what} is used up")
             self.counts["calls"] += 1
-            return read(
-                self._text(
-                    await self._transport.post("/chat/completions", {"model": self.model, **body(number)})
-                )
-            )
+            request = {"model": self.model, **body(number)}
+            return read(self._text(await self._transport.post("/chat/completions", request)))
 
         return await self.retry.run(attempt)
 
@@ -82,16 +77,12 @@ class ChatServer:
         try:
             choice = reply["choices"][0]
             text = choice["message"].get("content")
-            filtered = choice.get("finish_reason") == "content_filter" or bool(
-                choice["message"].get("refusal")
-            )
+            filtered = choice.get("finish_reason") == "content_filter" or choice["message"].get("refusal")
             self.counts["tokens"] += int((reply.get("usage") or {}).get("total_tokens", 0))
+            if not (filtered or isinstance(text, str)):
+                raise TypeError(text)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise UnreachableError(
-                f"the server did not return a valid chat completion: {reply!r:.200}"
-            ) from error
+            raise UnreachableError(f"the server sent no valid chat completion: {reply!r:.200}") from error
         if filtered:
             raise RefusedError(f"the model refused to answer: {choice!r:.200}", status=FILTERED)
-        if not isinstance(text, str):
-            raise UnreachableError(f"the server did not return a valid chat completion: {reply!r:.200}")
-        return text
+        return str(text)

@@ -54,11 +54,10 @@ class BaseJudge(BaseBatchReward):
     def score_batch(self, samples: Sequence[SampleState]) -> list[Any]:
         """Return each role's part of the verdict on its episode; each episode is judged once."""
         cases = {id(sample.columns["transcript"]): _case(sample) for sample in samples}
-        verdicts = dict(
-            zip(cases, as_list(self.name, self.judge_all(list(cases.values())), len(cases)), strict=True)
-        )
-        found = [(sample.columns["role"], verdicts[id(sample.columns["transcript"])]) for sample in samples]
-        return [verdict.get(role) if isinstance(verdict, Mapping) else verdict for role, verdict in found]
+        judged = as_list(self.name, self.judge_all(list(cases.values())), len(cases))
+        verdicts = dict(zip(cases, judged, strict=True))
+        pairs = [(sample.columns["role"], verdicts[id(sample.columns["transcript"])]) for sample in samples]
+        return [verdict.get(role) if isinstance(verdict, Mapping) else verdict for role, verdict in pairs]
 
 
 class Winner(BaseJudge):
@@ -77,9 +76,7 @@ class Winner(BaseJudge):
         super().__init__(name)
         self.by = as_reward_function(by)
         if self.by.per_turn or self.by.needs_roles:
-            raise ConfigError(
-                f"rewards.{name}.by={self.by.name!r} is not accepted. Accepted: a reward that scores single replies."
-            )
+            raise ConfigError(f"rewards.{name}.by={self.by.name!r} does not score single replies.")
         self.parts = (self.by,)
         self.score_timeout_s = self.by.score_timeout_s
         self.at_least = at_least
@@ -95,11 +92,10 @@ class Winner(BaseJudge):
 
     def examples(self) -> Sequence[RewardExample]:
         """Return a debate in which the role that is wrong in the end loses."""
-        told = [Line("pro", "Answer: 4"), Line("con", "Answer: 5")]
+        lines = [Line("pro", "Answer: 4"), Line("con", "Answer: 5")]
+        reply = [ChatMessage("assistant", lines[0].text)]
         return [
-            RewardExample(
-                [ChatMessage("assistant", told[0].text)], "4", score, {"role": role, "transcript": told}
-            )
+            RewardExample(reply, "4", score, {"role": role, "transcript": lines})
             for role, score in (("pro", 1.0), ("con", 0.0))
             if self.by.name == "math"
         ]
@@ -108,15 +104,14 @@ class Winner(BaseJudge):
         broken = [score for score in scores if not math.isfinite(as_number(score))]
         if broken:
             return broken[0]
-        since: dict[str, int | None] = {}
+        right: dict[str, int] = {}  # roles whose last line is right, and since which line they are
         for number, (line, score) in enumerate(zip(case.transcript, scores, strict=True)):
-            before = since.get(line.role)
-            since[line.role] = (
-                None if as_number(score) < self.at_least else number if before is None else before
-            )
-        right = {role: number for role, number in since.items() if number is not None}
+            if as_number(score) < self.at_least:
+                right.pop(line.role, None)
+            else:
+                right.setdefault(line.role, number)
         winner = min(right, key=right.__getitem__, default=None)
-        return {role: float(role == winner) for role in since}
+        return {line.role: float(line.role == winner) for line in case.transcript}
 
 
 def _case(sample: SampleState) -> Case:

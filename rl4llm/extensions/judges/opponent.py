@@ -8,7 +8,7 @@ from typing import Any
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_opponent import BaseOpponent
-from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
+from rl4llm.core.errors import EngineError
 from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.extensions.judges.chat_server import ChatServer
@@ -64,7 +64,7 @@ class ServerOpponent(BaseOpponent):
             concurrency=concurrency,
             max_calls=max_calls,
         )
-        self.url, self.temperature, self.max_tokens = url, temperature, max_tokens
+        self.temperature, self.max_tokens = temperature, max_tokens
 
     async def reply(self, messages: Sequence[ChatMessage], sampling_params: SamplingParams) -> str:
         body = {
@@ -76,13 +76,7 @@ class ServerOpponent(BaseOpponent):
         return await self.server.ask(lambda attempt: body, lambda text: text)
 
     def check(self) -> None:
-        try:
-            run(self._probe())
-        except (UnreachableError, RefusedError) as error:
-            raise ConfigError(
-                f"env.opponents: cannot reach model {self.server.model!r} at {self.url}: {error} Next step: start the "
-                "server, or correct url and model; url is the part before /chat/completions and usually ends in /v1."
-            ) from error
+        run(self._probe())
 
     async def disconnect(self) -> None:
         await self.server.disconnect()

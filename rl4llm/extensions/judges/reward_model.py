@@ -13,7 +13,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import DataError, ModelError, TemplateError
-from rl4llm.core.types import ChatMessage, Trajectory
+from rl4llm.core.types import Trajectory
 from rl4llm.data.demonstrations import demonstration, valued_at_the_end
 from rl4llm.data.lengths import context_limits
 from rl4llm.data.pack import Batching
@@ -53,17 +53,10 @@ class LearnedReward(BaseBatchReward):
         special_tokens: str = "escape",
     ):
         super().__init__(name)
-        try:
-            model = load_model(path, dtype=dtype, device=device, values=True)
-        except ModelError as error:
-            said = (
-                str(error).replace("The model model.path=", "the model path=").replace("model.path=", "path=")
-            )
-            raise ModelError(f"reward_model: {said}") from error
+        model = load_model(path, dtype=dtype, device=device, values=True)
         if stored_score(path) is None:
             raise ModelError(
-                f"{path!r} is not a reward model. Accepted: a ...ForSequenceClassification with one label, such as the "
-                "export of a run with algorithm.name=reward_model."
+                f"{path!r} is not a reward model. Accepted: a ...ForSequenceClassification with one label."
             )
         tokenizer = load_tokenizer(path)
         self._backend = TorchBackend(model, value_head=load_value_head(path, model), lr=0.0)
@@ -76,25 +69,23 @@ class LearnedReward(BaseBatchReward):
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return rewards in order, with a failure for each conversation that cannot be read."""
-        found = [
-            self._read(sample.prompt_id, sample.messages, sample.init_msg_size, sample.columns)
-            for sample in samples
-        ]
-        readable = [item for item in found if isinstance(item, Trajectory)]
-        values = iter(self._values(readable))
-        return [next(values) if isinstance(item, Trajectory) else item for item in found]
+        rendered = [self._rendered(sample) for sample in samples]
+        values = iter(self._values([item for item in rendered if isinstance(item, Trajectory)]))
+        return [next(values) if isinstance(item, Trajectory) else item for item in rendered]
 
-    def _read(
-        self, prompt_id: str, messages: Sequence[ChatMessage], prompt_size: int, row: Mapping[str, Any]
-    ) -> Trajectory | RewardFailure:
+    def _rendered(self, sample: SampleState) -> Trajectory | RewardFailure:
         try:
-            renderer = self._renderer.of_row(row)
-            whole = demonstration(renderer, messages, prompt_id, prompt_size=prompt_size)
+            renderer = self._renderer.of_row(sample.columns)
+            whole = demonstration(
+                renderer, sample.messages, sample.prompt_id, prompt_size=sample.init_msg_size
+            )
         except (DataError, TemplateError) as error:
             return RewardFailure(f"the reward model's template cannot render the conversation: {error}")
         if whole.num_tokens > self._context_length:
-            tokens = f"{whole.num_tokens} tokens for the reward model"
-            return RewardFailure(f"the conversation has {tokens}, whose context is {self._context_length}")
+            return RewardFailure(
+                f"the conversation has {whole.num_tokens} tokens, more than the reward model's context of "
+                f"{self._context_length}"
+            )
         return valued_at_the_end(whole, self._renderer)
 
     def _values(self, trajectories: Sequence[Trajectory]) -> list[float]:

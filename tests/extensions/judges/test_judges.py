@@ -16,15 +16,9 @@ def samples(*said, ground_truth="4"):
     """One sample for each role of an episode."""
     transcript = [Line(*line) for line in said]
     roles = dict.fromkeys(line.role for line in transcript)
+    prompt, columns = [ChatMessage("user", "2+2?")], {"transcript": transcript}
     return [
-        SampleState(
-            "p",
-            0,
-            [ChatMessage("user", "2+2?")],
-            ground_truth,
-            {"role": role, "transcript": transcript},
-            special=Special(role),
-        )
+        SampleState("p", 0, prompt, ground_truth, columns | {"role": role}, special=Special(role))
         for role in roles
     ]
 
@@ -39,13 +33,7 @@ CASES = [
         {"pro": 0.0, "con": 1.0},
     ),
     (
-        [
-            ("pro", "Answer: 4"),
-            ("con", "Answer: 4"),
-            ("pro", "Or 5? Answer: 5"),
-            ("con", "Answer: 4"),
-            ("pro", "Answer: 4"),
-        ],
+        [*[("pro", "Answer: 4"), ("con", "Answer: 4")] * 2, ("pro", "Or 5? Answer: 5"), ("pro", "Answer: 4")],
         {"pro": 0.0, "con": 1.0},
     ),
     ([("pro", "Answer: 4"), ("con", "I do not know.")], {"pro": 1.0, "con": 0.0}),
@@ -112,7 +100,6 @@ def test_a_configuration_names_it_and_wrong_options_are_refused():
     made = as_reward_function({"name": "winner", "by": {"name": "math", "extract": "answer"}})
     assert isinstance(made, BaseJudge)
     made.close()
-    with pytest.raises(ConfigError, match="by='winner' is not accepted"):
-        Winner(by=Winner())
-    with pytest.raises(ConfigError, match="by='tool_use' is not accepted"):
-        Winner(by={"name": "tool_use", "per_turn": True})
+    for by in (Winner(), {"name": "tool_use", "per_turn": True}):
+        with pytest.raises(ConfigError):
+            Winner(by=by)
