@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,11 @@ from rl4llm.backends.runner import nothing_of
 from rl4llm.core.base_backend import TokenLosses, TokenMeasures, of_batch
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
+from rl4llm.core.registry import needed
 from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.extensions.deepspeed.builds import watched_builds
 from rl4llm.extensions.deepspeed.config import (
+    Source,
     ZeroOptions,
     check_leaves,
     check_precision,
@@ -43,11 +45,8 @@ from rl4llm.runs.tensor_file import TensorFile
 from rl4llm.runtime.ranks import Ranks
 
 OFFLOADS = ("offload_optimizer", "offload_param")
-ALTERED = (
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-)  # with these, the parts differ from plain slices
+# With these, the parts differ from plain slices.
+ALTERED = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 START_S = 900.0  # for DeepSpeed to start, including the extensions that it compiles
 
 
@@ -76,10 +75,10 @@ class DeepSpeedBackend(ModelBackend):
         model: PreTrainedModel,
         *,
         ranks: Ranks,
-        zero_stage: int | None = None,
+        zero_stage: Literal[0, 1, 2, 3] | None = None,
         offload_optimizer: bool = False,
         offload_param: bool = False,
-        config: Mapping[str, Any] | str | Path | None = None,
+        config: Source = None,
         autocast: str = "none",
         value_head: ValueHead | None = None,
         adapter: LoraAdapter | None = None,
@@ -111,25 +110,21 @@ class DeepSpeedBackend(ModelBackend):
 
     @classmethod
     def shares_weights(cls, ranks: Ranks, options: Mapping[str, Any]) -> bool:
-        stage = zero_section(options.get("config"), ZeroOptions(options.get("zero_stage")), trained=0)[
-            "stage"
-        ]
-        return ranks.size > 1 and stage == 3
+        zero = zero_section(options.get("config"), ZeroOptions(options.get("zero_stage")), trained=0)
+        return bool(ranks.size > 1 and zero["stage"] == 3)
 
     @classmethod
     def check_trains(cls, options: Mapping[str, Any], dtype: str) -> None:
-        given = options.get("config")
-        if isinstance(given, str | Path) and not Path(given).is_file():
+        source, bf16 = options.get("config"), dtype == "bfloat16"
+        if isinstance(source, str | Path) and not Path(source).is_file():
             return  # the machine that trains may have it
-        bf16 = dtype == "bfloat16"
-        settings = engine_config(given, ZeroOptions.of(options), bf16=bf16, max_grad_norm=None, trained=0)
+        settings = engine_config(source, ZeroOptions.of(options), bf16=bf16, max_grad_norm=None, trained=0)
         check_precision(dtype, settings["zero_optimization"]["stage"], trains=True)
 
     @classmethod
     def check_leaves(cls, options: Mapping[str, Any], dtype: str, *, reference: bool) -> None:
-        check_leaves(
-            zero_section(options.get("config"), ZeroOptions.of(options), trained=0), dtype, reference
-        )
+        zero = zero_section(options.get("config"), ZeroOptions.of(options), trained=0)
+        check_leaves(zero, dtype, reference)
 
     @classmethod
     def memory(
@@ -207,9 +202,9 @@ class DeepSpeedBackend(ModelBackend):
 
     @torch.no_grad()
     def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        own = dict(self.model.named_parameters()) | dict(self._buffers())
+        tensors = dict(self.model.named_parameters()) | dict(self._buffers())
         for name, tensor in weights:
-            self._put(own[name], tensor)
+            self._put(tensors[name], tensor)
 
     def _own_specs(self) -> list[TensorSpec]:
         named = dict(self.model.named_parameters())
@@ -247,9 +242,9 @@ class DeepSpeedBackend(ModelBackend):
 
     def info(self) -> dict[str, Any]:
         zero = self._settings["zero_optimization"]
-        kept = {key.removeprefix("offload_"): zero.get(key, {}).get("device", "none") for key in OFFLOADS}
-        away = [f"{what} on the {place}" for what, place in kept.items() if place != "none"]
-        return super().info() | ({"offloaded": ", ".join(away)} if away else {})
+        places = {key.removeprefix("offload_"): zero.get(key, {}).get("device", "none") for key in OFFLOADS}
+        offloaded = [f"{what} on the {place}" for what, place in places.items() if place != "none"]
+        return super().info() | ({"offloaded": ", ".join(offloaded)} if offloaded else {})
 
     def offload(self) -> None:
         self._optimizer.offload()
@@ -274,16 +269,15 @@ class DeepSpeedBackend(ModelBackend):
             self._engine = self._module
             return NoOptimizer(self._module, self.device)
         self._engine = self._initialize()
-        on_gpu = self.device.type == "cuda" and self._engine.zero_offload_param() is None
-        return NoOptimizer(None, self.device, stays=on_gpu)
+        return NoOptimizer(None, self.device)
 
-    def _initialize(self, **given: Any) -> Any:
+    def _initialize(self, **options: Any) -> Any:
         _join_alone(self.device)
         with watched_builds("DeepSpeed's start", START_S):
             try:
                 if self.stage == 3:
                     self._share_out()
-                engine = self._deepspeed.initialize(model=self._module, config=self._settings, **given)[0]
+                engine = self._deepspeed.initialize(model=self._module, config=self._settings, **options)[0]
             except (ValueError, AssertionError, self._deepspeed.DeepSpeedConfigError) as error:
                 raise ConfigError(f"DeepSpeed refuses its configuration: {error}") from error
         output = self.model.get_output_embeddings()
@@ -346,11 +340,11 @@ class DeepSpeedBackend(ModelBackend):
             else:
                 yield from self._wholes({name: tensor})
 
-    def _put(self, own: Tensor, tensor: Tensor) -> None:
-        with self._gathered([own], modifier_rank=0):
-            own.data.copy_(tensor)
-        if own.requires_grad:
-            self._optimizer.put(own, tensor.to(self.device, torch.float32))
+    def _put(self, target: Tensor, tensor: Tensor) -> None:
+        with self._gathered([target], modifier_rank=0):
+            target.data.copy_(tensor)
+        if target.requires_grad:
+            self._optimizer.put(target, tensor.to(self.device, torch.float32))
 
     def _checked(self, directory: Path) -> tuple[TensorFile, TensorFile, dict[str, Any]]:
         weights, moments, state = super()._checked(directory)
@@ -365,12 +359,7 @@ def _count_trained(*modules: nn.Module | None) -> int:
 
 
 def _import_deepspeed(settings: Mapping[str, Any]) -> Any:
-    try:
-        import deepspeed  # noqa: PLC0415, TID251 - an extra that takes seconds to import
-    except ImportError as error:
-        raise ConfigError(
-            "backend.name=deepspeed needs DeepSpeed. Next: pip install 'rl4llm[deepspeed]'."
-        ) from error
+    deepspeed = needed("deepspeed", "backend.name=deepspeed")  # which takes seconds to import
     if "log_level" not in settings:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # from its calls
@@ -384,8 +373,7 @@ def _check_device(device: torch.device, deepspeed: Any) -> None:
     accelerator = deepspeed.accelerator.get_accelerator().device_name()
     if device.type != accelerator:
         raise ConfigError(
-            f"model.device is {device.type}, but DeepSpeed uses {accelerator} on this machine. Set the environment variable "
-            f"DS_ACCELERATOR={device.type}, or model.device={accelerator}."
+            f"DeepSpeed uses {accelerator}. Set DS_ACCELERATOR={device.type}, or model.device={accelerator}."
         )
 
 

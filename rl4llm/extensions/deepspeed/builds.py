@@ -7,13 +7,13 @@ forever if the process that held it was killed.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -25,43 +25,35 @@ logger = logging.getLogger(__name__)
 STALE_S = 60.0  # a process that has just taken the lock has not started its compiler yet
 
 
-def build_root() -> Path:
-    """Return the directory where extensions are compiled: TORCH_EXTENSIONS_DIR, or torch's default."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-
-
 def locks(root: Path) -> list[Path]:
     """Return the lock files of extensions that are being compiled, or whose compiling process died."""
     return sorted([*root.glob("*/lock"), *root.glob("*/*/lock")])
 
 
-def remove_dead_locks(root: Path, now: float | None = None) -> list[Path]:
+def remove_dead_locks(root: Path) -> list[Path]:
     """Remove locks older than `STALE_S` whose extension no process on this machine is compiling; return their paths."""
-    dead = [lock for lock in locks(root) if _age(lock, now) > STALE_S and not _has_builder(lock.parent)]
+    dead = [lock for lock in locks(root) if _age(lock) > STALE_S and not _has_builder(lock.parent)]
     for lock in dead:
         lock.unlink(missing_ok=True)
-        logger.warning(
-            "Removed %s: the process that compiled the extension %s was killed.", lock, lock.parent.name
-        )
+        logger.warning("Removed %s: the process that compiled this extension was killed.", lock)
     return dead
 
 
-@contextmanager
+@contextlib.contextmanager
 def watched_builds(what: str, deadline_s: float, say_every_s: float = 20.0) -> Iterator[None]:
     """Log which extensions the main thread waits for while it does `what`. Raises ConfigError at the deadline.
 
     Locks of processes that are killed meanwhile are removed. A process that waited for one finds no extension; the next
     start compiles it.
     """
-    root, done, late = build_root(), threading.Event(), threading.Event()
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    done, late, start = threading.Event(), threading.Event(), time.monotonic()
 
     def watch() -> None:
-        start = time.monotonic()
-        while not done.wait(min(say_every_s, max(0.0, deadline_s - (time.monotonic() - start)))):
-            waited = time.monotonic() - start
+        while not done.wait(say_every_s):
             remove_dead_locks(root)
-            logger.warning("%s has taken %.0f s. %s", what, waited, _state(root))
-            if waited >= deadline_s:
+            logger.warning("%s has taken %.0f s. %s", what, time.monotonic() - start, _state(root))
+            if time.monotonic() - start >= deadline_s:
                 late.set()
                 _thread.interrupt_main()
                 return
@@ -70,40 +62,30 @@ def watched_builds(what: str, deadline_s: float, say_every_s: float = 20.0) -> I
     thread.start()
     try:
         with _interruptible():
-            _wait_for_builders(root)
+            # torch would also wait for a lock whose builder was just killed
+            while remove_dead_locks(root) or not all(_has_builder(lock.parent) for lock in locks(root)):
+                time.sleep(0.2)
             yield
     except KeyboardInterrupt:
         if not late.is_set():
             raise
         raise ConfigError(
-            f"{what} did not finish within {deadline_s:.0f} s. {_state(root)} Next: compile the extensions in advance, "
-            "remove the lock of an extension that is not being compiled, or set TORCH_EXTENSIONS_DIR to an empty directory."
+            f"{what} did not finish within {deadline_s:.0f} s. {_state(root)} Set TORCH_EXTENSIONS_DIR to a new directory."
         ) from None
     finally:
         done.set()
         thread.join()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """Let `interrupt_main` work in a shell's background jobs, which ignore Ctrl-C."""
-    ignored = (
-        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        and threading.current_thread() is threading.main_thread()
-    )
-    if ignored:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    in_main = threading.current_thread() is threading.main_thread()
+    with contextlib.ExitStack() as after:
+        if in_main and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            after.callback(signal.signal, signal.SIGINT, signal.SIG_IGN)
         yield
-    finally:
-        if ignored:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _wait_for_builders(root: Path) -> None:
-    """Wait until every lock has a builder, since torch would also wait for one that was just killed."""
-    while remove_dead_locks(root) or not all(_has_builder(lock.parent) for lock in locks(root)):
-        time.sleep(0.2)
 
 
 def _state(root: Path) -> str:
@@ -111,10 +93,10 @@ def _state(root: Path) -> str:
     return f"Compiling: {', '.join(names)}." if names else f"No extension is being compiled in {root}."
 
 
-def _age(lock: Path, now: float | None) -> float:
+def _age(lock: Path) -> float:
     """Return the seconds since a lock was taken; 0 if it was released meanwhile."""
     try:
-        return (time.time() if now is None else now) - lock.stat().st_mtime
+        return time.time() - lock.stat().st_mtime
     except FileNotFoundError:
         return 0.0
 
@@ -122,9 +104,7 @@ def _age(lock: Path, now: float | None) -> float:
 def _has_builder(directory: Path) -> bool:
     """Return whether ninja or a compiler runs in the extension's directory."""
     for process in psutil.process_iter():
-        try:
+        with contextlib.suppress(psutil.Error, OSError):  # it ended, or belongs to another user
             if Path(process.cwd()) == directory.resolve():
                 return True
-        except (psutil.Error, OSError):
-            continue  # the process ended or belongs to another user
     return False

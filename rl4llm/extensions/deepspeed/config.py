@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from rl4llm.core.errors import ConfigError
 
-STAGES = (0, 1, 2, 3)
+Source = Mapping[str, Any] | str | Path | None
+"""DeepSpeed's configuration: a mapping, or a JSON or YAML file."""
 LARGEST_BUCKET = 500_000_000  # DeepSpeed's default
 OURS = {
     "train_batch_size": "rollout.prompts and training.updates_per_rollout",
@@ -63,7 +64,7 @@ class ZeroOptions:
 
 
 def engine_config(
-    given: Mapping[str, Any] | str | Path | None,
+    source: Source,
     zero: ZeroOptions,
     *,
     bf16: bool,
@@ -74,11 +75,20 @@ def engine_config(
 
     `trained` is the number of values that train; `max_grad_norm` is None where a configuration is only checked.
     """
-    given = _read(given)
-    config = _without_auto({key: value for key, value in given.items() if not _is_ours_to_set(key, value)})
+    config = _without_auto(
+        {key: value for key, value in _read(source).items() if not _is_ours_to_set(key, value)}
+    )
     section = config.pop("bfloat16", None) or config.get("bf16", {})
-    _check_agreement(config, section.get("enabled", bf16), zero, bf16, max_grad_norm)
-    config["zero_optimization"] = _zero(_section(config), zero, trained)
+    sharding = config.get("zero_optimization", {})
+    _check_agreement(
+        config,
+        {
+            "bf16.enabled": (section.get("enabled"), bf16, "model.dtype"),
+            "gradient_clipping": (config.get("gradient_clipping"), max_grad_norm, "training.max_grad_norm"),
+            "zero_optimization.stage": (sharding.get("stage"), zero.stage, "backend.zero_stage"),
+        },
+    )
+    config["zero_optimization"] = _zero(sharding, zero, trained)
     config["bf16"] = {"check_grad_overflow": True} | section | {"enabled": bf16}
     if bf16:  # sums of micro-batches, and of ranks, in fp32
         config["data_types"] = {"grad_accum_dtype": "fp32"} | config.get("data_types", {})
@@ -92,51 +102,24 @@ def engine_config(
     }
 
 
-def zero_section(
-    given: Mapping[str, Any] | str | Path | None, zero: ZeroOptions, trained: int
-) -> dict[str, Any]:
-    """Return the section `zero_optimization` that `engine_config` will use. Raises ConfigError if options contradict
-    it.
-    """
-    return _zero(_section(_without_auto(_read(given))), zero, trained)
+def zero_section(source: Source, zero: ZeroOptions, trained: int) -> dict[str, Any]:
+    """Return the section `zero_optimization` that `engine_config` will use."""
+    return _zero(_without_auto(_read(source)).get("zero_optimization", {}), zero, trained)
 
 
 def check_leaves(zero: Mapping[str, Any], dtype: str, reference: bool) -> None:
     """Raise ConfigError if models with this section, or a `reference` that ranks share, cannot leave the device."""
-
-    def is_kept(key: str) -> bool:
-        return bool(zero.get(key, {}).get("device", "none") == "none")
-
-    if zero["stage"] == 1 and dtype == "bfloat16" and is_kept("offload_optimizer"):
-        raise ConfigError(STAYS[1])
-    if zero["stage"] == 3 and reference and is_kept("offload_param"):
-        raise ConfigError(STAYS[3])
+    stays = {1: dtype == "bfloat16", 3: reference}.get(zero["stage"])
+    offload = zero.get("offload_optimizer" if zero["stage"] == 1 else "offload_param", {})
+    if stays and offload.get("device", "none") == "none":
+        raise ConfigError(STAYS[zero["stage"]])
 
 
-def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return _plain(OmegaConf.create(dict(given)))
-    if not Path(given).is_file():
-        raise ConfigError(
-            f"The DeepSpeed configuration {given} does not exist. Accepted: a JSON or YAML file."
-        )
-    try:
-        loaded = OmegaConf.load(given)
-    except Exception as error:
-        raise ConfigError(f"The DeepSpeed configuration {given} is neither JSON nor YAML: {error}") from error
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(
-            f"The DeepSpeed configuration {given} must hold a mapping, not a {type(loaded).__name__}."
-        )
-    return _plain(loaded)
-
-
-def _plain(loaded: DictConfig) -> dict[str, Any]:
-    container = OmegaConf.to_container(loaded)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
+def _read(source: Source) -> dict[str, Any]:
+    loaded = (
+        OmegaConf.load(source) if isinstance(source, str | Path) else OmegaConf.create(dict(source or {}))
+    )
+    return cast(dict[str, Any], OmegaConf.to_container(loaded))
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
@@ -157,70 +140,36 @@ def _is_ours_to_set(key: str, value: Any) -> bool:
     return value.get("enabled", any(_without_auto(value).values())) in (False, "auto")
 
 
-def _check_agreement(
-    config: Mapping[str, Any], enabled: Any, zero: ZeroOptions, bf16: bool, max_grad_norm: float | None
-) -> None:
-    """Raise ConfigError with all settings that contradict keys of rl4llm."""
-    dtype = "bfloat16" if bf16 else "float32"
-    stage = _section(config).get("stage", zero.stage)
-    agree = {
-        "bf16.enabled": (enabled, bf16, f"model.dtype, which is {dtype}"),
-        "gradient_clipping": (
-            clipping := config.get("gradient_clipping", max_grad_norm),
-            clipping if max_grad_norm is None else max_grad_norm,
-            f"training.max_grad_norm, which is {max_grad_norm}",
-        ),
-        "zero_optimization.stage": (
-            stage,
-            stage if zero.stage is None else zero.stage,
-            f"zero_stage, which is {zero.stage}",
-        ),
-    }
-    refused = {key: (config[key], instead) for key, instead in OURS.items() if config.get(key) is not None}
-    refused |= {key: (given, instead) for key, (given, ours, instead) in agree.items() if given != ours}
+def _check_agreement(config: Mapping[str, Any], shared: Mapping[str, tuple[Any, Any, str]]) -> None:
+    """Raise ConfigError with all settings that contradict keys of rl4llm: its own, and `shared` ones that differ."""
+    refused = {key: (config[key], name) for key, name in OURS.items() if config.get(key) is not None}
+    for key, (value, ours, name) in shared.items():
+        if None not in (value, ours) and value != ours:
+            refused[key] = value, f"{name}, which is {ours}"
     if refused:
-        given = ", ".join(f"{key}={value!r}" for key, (value, _) in refused.items())
-        raise ConfigError(
-            f"The DeepSpeed configuration sets {given}, which rl4llm sets itself. Next: remove "
-            f"{', '.join(refused)} from it, and set {'; '.join(dict.fromkeys(instead for _, instead in refused.values()))}."
-        )
-
-
-def _section(config: Mapping[str, Any]) -> dict[str, Any]:
-    section = config.get("zero_optimization", {})
-    if not isinstance(section, dict):
-        raise ConfigError(
-            f"zero_optimization={section!r} in the DeepSpeed configuration is not accepted. Accepted: a section, such as "
-            '{"stage": 2}.'
-        )
-    return section
+        settings = "; ".join(f"{key}={value!r} (set {name})" for key, (value, name) in refused.items())
+        raise ConfigError(f"The DeepSpeed configuration sets what rl4llm sets itself. Remove {settings}.")
 
 
 def _zero(section: dict[str, Any], zero: ZeroOptions, trained: int) -> dict[str, Any]:
     stage = section.get("stage", 2 if zero.stage is None else zero.stage)
-    if stage not in STAGES:
-        raise ConfigError(f"zero_stage={stage!r} is not accepted. Accepted: {', '.join(map(str, STAGES))}.")
     # DeepSpeed allocates a whole bucket in every step: 2 GB even for the smallest model, which torch fills if deterministic.
     section = {"reduce_bucket_size": min(LARGEST_BUCKET, max(trained, 1))} | section | {"stage": stage}
-    for key, wanted, lowest in (
-        ("offload_optimizer", zero.offload_optimizer, 1),
-        ("offload_param", zero.offload_param, 3),
-    ):
-        if wanted:
+    offloads = {"offload_optimizer": (zero.offload_optimizer, 1), "offload_param": (zero.offload_param, 3)}
+    for key, (is_set, lowest) in offloads.items():
+        if is_set:
             section[key] = {"device": "cpu"} | section.get(key, {})
         if section.get(key, {}).get("device", "none") != "none" and stage < lowest:
             raise ConfigError(
-                f"{key} needs zero_stage {lowest}{' or above' if lowest < 3 else ''}, not {stage}."
+                f"{key} has no effect with zero_stage={stage}. Set zero_stage to {lowest} or above."
             )
     return section
 
 
 def check_precision(dtype: str, stage: int, trains: bool) -> None:
-    """Raise ConfigError for a dtype that DeepSpeed does not train."""
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"model.dtype={dtype} is not accepted with DeepSpeed. Accepted: float32, bfloat16.")
+    """Raise ConfigError where DeepSpeed would sum gradients in bf16."""
     if trains and stage == 0 and dtype == "bfloat16":
         raise ConfigError(
-            "zero_stage=0 with model.dtype=bfloat16 is not accepted: DeepSpeed would sum gradients in bf16, an error of 2 "
-            "to 5 %. Set zero_stage to 1, or model.dtype=float32 with model.autocast=bfloat16."
+            "zero_stage=0 with model.dtype=bfloat16 sums gradients in bf16, an error of 2 to 5 %. Set zero_stage to 1, or "
+            "model.dtype=float32 with model.autocast=bfloat16."
         )

@@ -8,6 +8,7 @@ it back. `offload` and `onload` move everything off the device and back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from rl4llm.backends.optimizer import MOMENTS as MOMENT_NAMES
 from rl4llm.backends.optimizer import Optimizer
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.types import TensorSpec
-from rl4llm.extensions.deepspeed.config import STAYS
 from rl4llm.extensions.deepspeed.zero_parts import (
     ZeroPart,
     has_equal_parts,
@@ -31,16 +31,13 @@ from rl4llm.runs.tensor_file import TensorFile
 
 
 class NoOptimizer:
-    """For a model that never trains; if every rank has all of it, `module` can leave the device.
-
-    `stays` is whether it is sharded on the device: DeepSpeed cannot move the parts of such a model.
-    """
+    """For a model that never trains; if every rank has all of it, `module` can leave the device."""
 
     step_number = 0
     _parameters: Mapping[str, Tensor] = {}
 
-    def __init__(self, module: nn.Module | None, device: torch.device, *, stays: bool = False):
-        self._module, self._device, self._stays = module, device, stays
+    def __init__(self, module: nn.Module | None, device: torch.device):
+        self._module, self._device = module, device
 
     def step(self) -> dict[str, float]:
         raise ConfigError("A model with trains=False cannot take optimizer steps.")
@@ -59,15 +56,14 @@ class NoOptimizer:
 
     def check(self, moments: TensorFile, steps: Mapping[str, int]) -> None:
         """Raise CheckpointError unless the moments and steps belong to these parameters."""
-        if others := steps.keys() - self._parameters.keys():
-            raise CheckpointError(
-                f"The optimizer state has parameters that this run does not train: {min(others)}."
-            )
-        for name in steps:
-            for moment in MOMENT_NAMES:
-                shape = whole_shape(self._parameters[name])
-                if f"{name}.{moment}" not in moments or tuple(moments.shape(f"{name}.{moment}")) != shape:
-                    raise CheckpointError(f"The optimizer state has no {moment} of {shape} for {name}.")
+        shapes = {name: whole_shape(tensor) for name, tensor in self._parameters.items()}
+        for name, moment in product(steps, MOMENT_NAMES):
+            key = f"{name}.{moment}"
+            if key not in moments or tuple(moments.shape(key)) != shapes.get(name):
+                expected = shapes.get(name, "no such parameter")
+                raise CheckpointError(
+                    f"The optimizer state does not fit this run: {key}, expected {expected}."
+                )
 
     def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
         """Do nothing: there is no state."""
@@ -76,8 +72,6 @@ class NoOptimizer:
         """Do nothing: there is no copy of the parameter."""
 
     def offload(self) -> None:
-        if self._stays:
-            raise ConfigError(STAYS[3])
         if self._module is not None:
             self._module.to("cpu")
 
@@ -181,12 +175,11 @@ class ZeroOptimizer(NoOptimizer):
         Each rank sends its part once; DeepSpeed's method sums whole tensors over all ranks.
         """
         if self._parts is None:
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, list(self._own.values()))
-            self._parts = dict(zip(self._own, zip(*everyone, strict=True), strict=True))
-        return sent_to_first(
-            self._values(parameter, moment), self._parts[id(parameter)], whole_shape(parameter)
-        )
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, list(self._own.values()))
+            self._parts = dict(zip(self._own, zip(*ranks, strict=True), strict=True))
+        values, parts = self._values(parameter, moment), self._parts[id(parameter)]
+        return sent_to_first(values, parts, whole_shape(parameter))
 
     def put(self, parameter: Any, tensor: Tensor, moment: str | None = None) -> None:
         """Store this rank's part of a whole fp32 weight or moment."""
@@ -200,8 +193,6 @@ class ZeroOptimizer(NoOptimizer):
             self._access("set_local", moment)(parameter, padded(parameter, values), *named)
 
     def offload(self) -> None:
-        if not hasattr(self._engine.optimizer, "offload_states"):
-            raise ConfigError(STAYS[1])
         if self._engine.zero_offload_param() is not None:
             return  # DeepSpeed keeps the weights off the device and moves nothing
         pinned = self._device.type == "cuda"
@@ -235,8 +226,8 @@ class ZeroOptimizer(NoOptimizer):
             return self._access("get_local", moment)(parameter, *((moment,) if moment else ()))
         part = self._own[id(parameter)]
         flat = self._adam.param_groups[part.group]["params"][0]
-        held = self._adam.state[flat][moment] if moment else flat.detach()
-        return held[part.offset : part.offset + part.numel]
+        values = self._adam.state[flat][moment] if moment else flat.detach()
+        return values[part.offset : part.offset + part.numel]
 
     def _access(self, how: str, moment: str | None) -> Any:
         """Return DeepSpeed's function for a moment, or for the fp32 weight."""

@@ -30,13 +30,13 @@ def put_together(parameter: Any) -> Tensor:
 
     It takes no more memory than the result; DeepSpeed's method needs twice as much over gloo.
     """
-    own, group = parameter.ds_tensor, parameter.ds_process_group
-    found = own.new_empty(own.numel() * dist.get_world_size(group), device=parameter.device)
-    for rank, part in enumerate(found.split(own.numel())):
+    shard, group = parameter.ds_tensor, parameter.ds_process_group
+    whole = shard.new_empty(shard.numel() * dist.get_world_size(group), device=parameter.device)
+    for rank, part in enumerate(whole.split(shard.numel())):
         if rank == dist.get_rank(group):
-            part.copy_(own)
+            part.copy_(shard)
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
-    return found[: parameter.ds_numel].view(parameter.ds_shape)
+    return whole[: parameter.ds_numel].view(parameter.ds_shape)
 
 
 class ZeroPart(NamedTuple):
@@ -87,18 +87,16 @@ def sent_to_first(values: Tensor, parts: Sequence[ZeroPart], shape: tuple[int, .
         return values
     if len(values) == numel:
         return values.view(shape)
-    if sum(part.numel for part in parts) != numel:
-        raise CheckpointError(
-            f"DeepSpeed holds {sum(part.numel for part in parts):,} of {numel:,} values of a tensor."
-        )
-    found = values.new_empty(numel)
-    for other, part in enumerate(parts):
-        place = found[part.start : part.start + part.numel]
-        if other == 0:
+    if (count := sum(part.numel for part in parts)) != numel:
+        raise CheckpointError(f"DeepSpeed holds {count:,} of {numel:,} values of a tensor.")
+    whole = values.new_empty(numel)
+    for source, part in enumerate(parts):
+        place = whole[part.start : part.start + part.numel]
+        if source == 0:
             place.copy_(values)
         elif part.numel:
-            dist.recv(place, other)
-    return found.view(shape)
+            dist.recv(place, source)
+    return whole.view(shape)
 
 
 class GatheredAdapter(BaseAdapter):
@@ -131,8 +129,8 @@ class GatheredAdapter(BaseAdapter):
 
     def specs(self) -> list[TensorSpec]:
         return [
-            TensorSpec(spec.name, whole_shape(own), own.dtype)
-            for spec, own in zip(self._inner.specs(), self._own, strict=True)
+            TensorSpec(spec.name, whole_shape(parameter), parameter.dtype)
+            for spec, parameter in zip(self._inner.specs(), self._own, strict=True)
         ]
 
     def write_config(self, directory: Path) -> None:

