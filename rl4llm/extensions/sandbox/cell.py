@@ -5,23 +5,16 @@ from __future__ import annotations
 import os
 import select
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl4llm.extensions.sandbox.held import (
-    children_of,
-    descendants_of,
-    files_of,
-    in_sockets,
-    kill,
-    owner_of,
-    resident,
-)
+from rl4llm.extensions.sandbox import processes
 from rl4llm.extensions.sandbox.levels import ENVIRONMENT, LEVELS, bubblewrap
 from rl4llm.extensions.sandbox.packages import Mounted, import_paths
 from rl4llm.extensions.sandbox.program import Limits, Status
@@ -51,8 +44,7 @@ class Ended(Exception):
 
     def __init__(self, status: Status, reason: str):
         super().__init__(reason)
-        self.status = status
-        self.reason = reason
+        self.status, self.reason = status, reason
 
 
 class BrokenTests(Ended):
@@ -113,11 +105,9 @@ class Cell:
         if self._ready:
             return
         try:
-            message = self.receive(time.monotonic() + START_TIMEOUT_S, "the start of the sandbox")
+            self.receive(time.monotonic() + START_TIMEOUT_S, "the start of the sandbox")
         except Ended as ended:
             raise Ended("infra_error", ended.reason) from None
-        if message != {"ready": True}:
-            raise Ended("infra_error", "the sandbox started with an unexpected message")
         self._ready = True
 
     def play(self, role: str, job: Mapping[str, Any]) -> None:
@@ -125,7 +115,7 @@ class Cell:
         self.await_ready()
         limits = self.limits
         bounds = {
-            "AS": int(limits.memory_bytes), "NPROC": self._processes(), "FSIZE": int(limits.disk_bytes), "CORE": 0,
+            "AS": limits.memory_bytes, "NPROC": self._processes(), "FSIZE": limits.disk_bytes, "CORE": 0,
             "NOFILE": MAX_DESCRIPTORS, "CPU": int(limits.total_s) + 3, "MSGQUEUE": 0, "MEMLOCK": 65536,
         }  # fmt: skip
         packages = import_paths(self.place.packages, LEVELS[self.place.level].own_files)
@@ -171,9 +161,9 @@ class Cell:
 
     def end(self) -> None:
         """Kill all of its processes and wait for their end. Raises Ended with infra_error if one remains."""
-        pids = [*descendants_of(self.process.pid), self.process.pid]
+        pids = [*processes.descendants_of(self.process.pid), self.process.pid]
         for pid in reversed(pids):
-            kill(pid)
+            processes.kill(pid)
         try:
             self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -187,7 +177,7 @@ class Cell:
         environment = {**ENVIRONMENT, "HOME": str(self.directory), "TMPDIR": str(self.directory)}
         if self.directory is None:
             filter_fd, environment = _filter_file(place.loopback), {}
-            command = bubblewrap(command, int(self.limits.disk_bytes), filter_fd, place.packages)
+            command = bubblewrap(command, self.limits.disk_bytes, filter_fd, place.packages)
         identity: dict[str, Any] = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
         try:
             return subprocess.Popen(
@@ -219,18 +209,17 @@ class Cell:
 
     def _processes(self) -> int:
         """Return the process limit; without a user namespace, the kernel counts all processes of a user."""
-        others = 2 if LEVELS[self.place.level].own_files else 0
+        running = 2 if LEVELS[self.place.level].own_files else 0
         if self.place.uid is None and not LEVELS[self.place.level].own_files:
-            others = sum(
-                owner_of(entry) == os.getuid() for entry in Path("/proc").iterdir() if entry.name.isdigit()
-            )
-        return int(self.limits.processes) + others
+            pids = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+            running = sum(processes.owner_of(entry) == os.getuid() for entry in pids)
+        return self.limits.processes + running
 
     def _listen(self, deadline: float, what: str) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             raise Ended("model_error", f"timeout: {what} took too long")
-        for descriptor, _ in self._poll.poll(min(left, WEIGHED_EVERY_S) * 1000):
+        for descriptor, _ in self._poll.poll(min(remaining_s, WEIGHED_EVERY_S) * 1000):
             if descriptor == self.place.owner:
                 raise Abandoned
             if descriptor == self._from:
@@ -259,10 +248,10 @@ class Cell:
             chunk = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return None
-        kept = self.printed[name]
+        printed = self.printed[name]
         most = self.limits.output_bytes if name == "out" else KEPT_ERRORS
-        kept += chunk[: max(0, int(most) + 1 - len(kept))]
-        if name == "out" and len(kept) > most:
+        printed += chunk[: max(0, most + 1 - len(printed))]
+        if name == "out" and len(printed) > most:
             raise Ended("model_error", f"it printed more than {most:g} bytes")
         return len(chunk)
 
@@ -275,14 +264,14 @@ class Cell:
         if now - self._weighed < WEIGHED_EVERY_S:
             return
         self._weighed = now
-        pids = descendants_of(self.process.pid)
-        held, files = sum(map(resident, pids)), 0
+        pids = processes.descendants_of(self.process.pid)
+        used, files = sum(map(processes.resident, pids)), 0
         # A dead process that was not reaped does not show the sandbox.
         inside = next((pid for pid in pids if os.access(f"/proc/{pid}/root", os.F_OK)), None)
         if self._ready and LEVELS[self.place.level].own_files and inside is not None:
-            files, in_files = files_of(inside)
-            held += in_files + in_sockets(inside)
-        if held > self.limits.memory_bytes:
+            files, in_files = processes.files_of(inside)
+            used += in_files + processes.in_sockets(inside)
+        if used > self.limits.memory_bytes:
             raise Ended("model_error", f"all its processes held more than {self.limits.memory_bytes:g} bytes")
         if files > self.limits.files:
             raise Ended("model_error", f"it made more than {self.limits.files:g} files")
@@ -311,22 +300,19 @@ def compiled_inside(python: str) -> str:
     text = "".join(path.read_text() for path in INSIDE)
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
     if done.returncode:
-        raise Ended("infra_error", f"{python}: {done.stderr.strip()[-300:]}")
+        sys.exit(f"{python}: {done.stderr.strip()[-300:]}")
     return done.stdout
 
 
-def end_strays(known: set[int]) -> None:
-    """Kill and reap every child of this process except the known ones: processes that cells left behind."""
+def end_strays(cells: set[int]) -> None:
+    """Kill and reap every child of this process except `cells`: processes that cells left behind."""
     deadline = time.monotonic() + END_TIMEOUT_S
-    while strays := [pid for pid in children_of(os.getpid()) if pid not in known]:
+    while strays := [pid for pid in processes.children_of(os.getpid()) if pid not in cells]:
         for pid in strays:
-            for below in descendants_of(pid):
-                kill(below)
-            kill(pid)
-            try:
+            for descendant in (*processes.descendants_of(pid), pid):
+                processes.kill(descendant)
+            with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                continue
         if time.monotonic() > deadline:
             raise Ended("infra_error", f"processes {strays} could not be killed")
         time.sleep(0.0005)

@@ -80,8 +80,8 @@ def bubblewrap(
 
 def find_python(uid: int | None) -> str | None:
     """Return the interpreter for sandboxes that `uid` may run: this one's, else the system's, else None."""
-    own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    return next((path for path in (own, os.path.realpath(SYSTEM_PYTHON)) if may_use(path, uid)), None)
+    ours = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    return next((path for path in (ours, os.path.realpath(SYSTEM_PYTHON)) if may_use(path, uid)), None)
 
 
 def slot_uids(slots: int, uid_map: str | None = None) -> list[int | None]:
@@ -94,14 +94,11 @@ def slot_uids(slots: int, uid_map: str | None = None) -> list[int | None]:
             return [None] * slots
         uid_map = Path("/proc/self/uid_map").read_text()
     ranges = [tuple(map(int, line.split())) for line in uid_map.splitlines()]
-    first, _, count = max(ranges)
-    wanted = FIRST_UID + 1000 * secrets.randbelow(100_000)  # other runs on this machine choose different ones
-    if first <= wanted < first + count - slots:
-        return [wanted + number for number in range(slots)]
-    if count < 1000 + slots:
-        return [None] * slots
-    lowest = first + count - 1 - slots - secrets.randbelow(500)
-    return [lowest + number for number in range(slots)]
+    start, _, count = max(ranges)
+    lowest = FIRST_UID + 1000 * secrets.randbelow(100_000)  # other runs on this machine choose different ones
+    if not start <= lowest < start + count - slots:
+        lowest = start + count - 1 - slots - secrets.randbelow(500)
+    return [None] * slots if count < 1000 + slots else [lowest + number for number in range(slots)]
 
 
 def find_bwrap() -> str | None:

@@ -24,23 +24,22 @@ class Mounted:
 def mounted(entries: Iterable[str]) -> tuple[tuple[Mounted, ...], tuple[str, ...]]:
     """Return what `sandbox.packages` mounts, and the modules that must be importable then.
 
-    An entry is the name of an installed package or, with a slash, a directory. Raises ConfigError for others.
+    An entry is the name of an installed package or, with a slash, a directory. Raises PackageNotFoundError or ConfigError.
     """
-    found: dict[str, Mounted] = {}
+    mounts: dict[str, Mounted] = {}
     modules: list[str] = []
     seen: set[str] = set()
     for entry in entries:
-        if os.sep in entry:
-            path = os.path.abspath(entry)
-            if not os.path.isdir(path):
-                raise ConfigError(f"sandbox.packages: {entry!r} is not a directory.")
-            found[path] = Mounted(path, path)
-            continue
-        modules += _modules(entry)
-        for name in _with_dependencies(entry, entry, seen):
-            for part in _top_level(name):
-                found[str(part)] = Mounted(str(part), f"{INSIDE}/{part.name}")
-    return tuple(found.values()), tuple(modules)
+        path = os.path.abspath(entry)
+        if os.sep not in entry:
+            modules += _modules(entry)
+            parts = [part for name in _with_dependencies(entry, seen) for part in _top_level(name)]
+            mounts |= {str(part): Mounted(str(part), f"{INSIDE}/{part.name}") for part in parts}
+        elif os.path.isdir(path):
+            mounts[path] = Mounted(path, path)
+        else:
+            raise ConfigError(f"sandbox.packages: {entry!r} is not a directory.")
+    return tuple(mounts.values()), tuple(modules)
 
 
 def import_paths(mounts: Sequence[Mounted], own_files: bool) -> list[str]:
@@ -51,40 +50,27 @@ def import_paths(mounts: Sequence[Mounted], own_files: bool) -> list[str]:
     )
 
 
-def _with_dependencies(name: str, asked: str, seen: set[str]) -> Iterable[str]:
+def _with_dependencies(name: str, seen: set[str]) -> Iterable[str]:
     from packaging.requirements import Requirement  # noqa: PLC0415 - only where packages are named
 
     key = name.lower().replace("_", "-").replace(".", "-")
     if key in seen:
         return
     seen.add(key)
-    requires = _distribution(name, asked).requires or ()
     yield name
-    for line in requires:
-        requirement = Requirement(line)
+    for requirement in map(Requirement, metadata.distribution(name).requires or ()):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield from _with_dependencies(requirement.name, asked, seen)
-
-
-def _distribution(name: str, asked: str) -> metadata.Distribution:
-    try:
-        return metadata.distribution(name)
-    except (metadata.PackageNotFoundError, ValueError):
-        needed = "" if name == asked else f", which {asked} needs,"
-        raise ConfigError(
-            f"sandbox.packages: {name!r}{needed} is not installed in this environment. Accepted: names of installed "
-            f"packages, such as numpy, and directories. Next: pip install {name}, or remove {asked!r}."
-        ) from None
+            yield from _with_dependencies(requirement.name, seen)
 
 
 def _top_level(name: str) -> list[Path]:
     """Return the files and directories of an installed package directly below its site directory."""
-    distribution = _distribution(name, name)
+    distribution = metadata.distribution(name)
     tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
-    kept = [top for top in sorted(tops) if not top.endswith((".dist-info", ".egg-info", ".pth"))]
-    return [Path(str(distribution.locate_file(top))).resolve() for top in kept]
+    parts = [top for top in sorted(tops) if not top.endswith((".dist-info", ".egg-info", ".pth"))]
+    return [Path(str(distribution.locate_file(part))).resolve() for part in parts]
 
 
 def _modules(name: str) -> list[str]:
-    found = [path.name.removesuffix(".py") for path in _top_level(name) if path.suffix in ("", ".py")]
-    return [module for module in found if module == name.lower().replace("-", "_")] or found or [name]
+    modules = [path.name.removesuffix(".py") for path in _top_level(name) if path.suffix in ("", ".py")]
+    return [module for module in modules if module == name.lower().replace("-", "_")] or modules or [name]

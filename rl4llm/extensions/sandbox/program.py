@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import Count, Positive, check_fields
 
 Status = Literal["ok", "wrong", "model_error", "infra_error"]
 """ok: all tests passed, or the script ran. wrong: the program's answer failed a test. model_error: the program does not
@@ -118,21 +118,16 @@ class Limits:
         output_bytes: size of a script's output, or of a function's result as JSON. Longer expected answers raise it.
     """
 
-    wall_s: float = 5.0
-    total_s: float = 20.0
-    memory_bytes: int = 512 * 1024**2
-    processes: int = 32
-    disk_bytes: int = 32 * 1024**2
-    files: int = 4096
-    output_bytes: int = 1024**2
+    wall_s: Positive = 5.0
+    total_s: Positive = 20.0
+    memory_bytes: Count = 512 * 1024**2
+    processes: Count = 32
+    disk_bytes: Count = 32 * 1024**2
+    files: Count = 4096
+    output_bytes: Count = 1024**2
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
-                raise ConfigError(
-                    f"sandbox limit {name}={value!r} is not accepted. Accepted: a number above 0."
-                )
+        check_fields(self, "sandbox limits")
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,10 +83,8 @@ class RemoteSlot:
 
     def _open(self) -> Pipe:
         self._pipe, self._lines = self._start(), queue.SimpleQueue()
-        reader = threading.Thread(
-            target=_read, args=(self._pipe, self._lines), name="rl4llm-sandbox", daemon=True
-        )
-        reader.start()
+        streams = self._pipe, self._lines
+        threading.Thread(target=_read, args=streams, name="rl4llm-sandbox", daemon=True).start()
         return self._pipe
 
 

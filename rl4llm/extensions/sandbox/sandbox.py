@@ -79,7 +79,7 @@ class Sandbox:
         self.slots = slots
         if self._elsewhere is not None and packages:
             raise ConfigError(
-                f"sandbox.packages={list(packages)} is not accepted with sandbox.level={level!r}: programs run elsewhere."
+                f"sandbox.packages has no effect with sandbox.level={level!r}: install them there."
             )
         self._entries = tuple(packages)
         self.packages, self._modules = mounted(packages)
@@ -95,11 +95,10 @@ class Sandbox:
             self.probe()
         except SandboxError as error:
             return self._counted(Outcome("infra_error", str(error)))
-        outcome = Outcome("infra_error", f"no slot of {self.slots} became free within {SLOT_TIMEOUT_S:g} s")
         try:
             slot = self._free.get(timeout=SLOT_TIMEOUT_S)
         except queue.Empty:
-            return self._counted(outcome)
+            return self._counted(Outcome("infra_error", f"no slot became free in {SLOT_TIMEOUT_S:g} s"))
         try:
             for attempt in range(ATTEMPTS):
                 outcome, again = slot.run(program, limits or self.limits)
@@ -130,10 +129,10 @@ class Sandbox:
         with self._lock:
             if self.active is None:
                 chosen = self._chosen()
-                self._import_packages(chosen)
-                self.active = chosen
                 for slot in self._all:
                     slot.level = chosen.level
+                self._import_packages()
+                self.active = chosen
                 logger.log(logging.INFO if chosen.rank > 1 else logging.WARNING, "%s", chosen)
             return self.active
 
@@ -161,43 +160,33 @@ class Sandbox:
         self._finalizer = weakref.finalize(self, _close_all, self._all, self._owner)
 
     def _chosen(self) -> LevelProbe:
-        if self._elsewhere is not None:
-            probe = self._probed(REMOTE)
-            if not probe.holds:
-                raise SandboxError(f"sandbox.level={self.level!r} cannot be used: {probe.problem}.")
-            return probe
-        names = list(LEVELS) if self.level == "auto" else [self.level]
+        names = [REMOTE] if self._elsewhere else list(LEVELS) if self.level == "auto" else [self.level]
         problems = []
         for name in names:
-            if LEVELS[name].rank < 2 and not self.allow_weak:
-                problems.append(f"{name}: refused, since it {WEAK}; sandbox.allow_weak=true allows it")
-                continue
             probe = self._probed(name)
             if probe.holds:
                 return probe
             problems.append(f"{name}: {probe.problem}")
         raise SandboxError(
             "No sandbox for programs that a model wrote works on this machine. Install bubblewrap 0.8 or newer "
-            "(apt-get install bubblewrap, or scripts/install_sandbox.sh), and allow user namespaces if they are disabled "
-            "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0).\n"
+            "(apt-get install bubblewrap), and allow user namespaces if they are disabled (sysctl "
+            "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0).\n"
             + "\n".join(problems)
         )
 
-    def _import_packages(self, chosen: LevelProbe) -> None:
+    def _import_packages(self) -> None:
         """Raise SandboxError if the sandbox cannot import a package, whose lack would count as a program's error."""
         for module in self._modules:
-            self._all[0].level = chosen.level
             outcome, _ = self._all[0].run(Program(f"import {module}"), self.limits)
             if outcome.status != "ok":
-                raise SandboxError(
-                    f"sandbox.packages: programs cannot import {module!r}: {outcome.reason}. The package must be readable "
-                    "for all users, made for the Python of the sandbox, and fit into its limits. Next: remove it, or "
-                    "install it in an environment of the system's Python."
-                )
+                raise SandboxError(f"sandbox.packages: programs cannot import {module!r}: {outcome.reason}")
 
     def _probed(self, name: str) -> LevelProbe:
-        if name != REMOTE and find_bwrap() is None and LEVELS[name].rank >= 2:
-            return LevelProbe(name, LEVELS[name].rank, problem="bwrap is not installed")
+        rank = 2 if name == REMOTE else LEVELS[name].rank
+        if rank < 2 and not self.allow_weak:
+            return LevelProbe(name, rank, problem=f"it {WEAK}; sandbox.allow_weak=true allows it")
+        if name != REMOTE and rank == 2 and find_bwrap() is None:
+            return LevelProbe(name, rank, problem="bwrap is not installed")
         slot = self._all[0]
         slot.level = name
         probe = probe_level(name, lambda program, limits: slot.run(program, limits)[0])
@@ -239,9 +228,8 @@ class _Slot:
             answer = json.loads(channel.recv_bytes())
             return outcome_of(answer["outcome"]), answer["again"]
         except (OSError, EOFError) as error:
-            words = self._last_words()
+            reason = f"the supervisor of the sandbox failed: {self._output() or error}"
             self.close()
-            reason = f"the supervisor of the sandbox failed: {words or error}"
             return Outcome("infra_error", reason, level=self.level), True
 
     def close(self) -> None:
@@ -262,15 +250,11 @@ class _Slot:
         python = find_python(self.uid)
         if python is None:
             raise OSError(
-                f"uid {self.uid or os.getuid()} can run neither {sys.executable} nor /usr/bin/python3; "
-                "install python3, or install this Python where all users may read it"
+                f"other users can run neither {sys.executable} nor /usr/bin/python3; install python3"
             )
         for host in (mount.host for mount in self.packages):
             if not may_use(host if os.path.isdir(host) else os.path.dirname(host), self.uid):
-                raise OSError(
-                    f"sandbox.packages: uid {self.uid or os.getuid()} of the sandbox cannot read {host}; install the "
-                    "package where all users may read it"
-                )
+                raise OSError(f"sandbox.packages: other users cannot read {host}")
         walls = {name: getattr(self, name) for name in ("level", "uid", "packages", "loopback")}
         ours, theirs = socket.socketpair()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the supervisor
@@ -288,11 +272,12 @@ class _Slot:
         self.channel.send_bytes(pickle.dumps(({**walls, "python": python}, self.limits, os.getpid())))
         return self.channel
 
-    def _last_words(self) -> str:
-        if self.log is None or self.log.closed:
+    def _output(self) -> str:
+        """Return the end of what the supervisor printed."""
+        if self.process is None:
             return ""
         self.log.seek(0)
-        return self.log.read()[-500:].decode(errors="replace").strip()
+        return str(self.log.read()[-500:].decode(errors="replace").strip())
 
 
 def _close_all(slots: Sequence[_Slot | RemoteSlot], owner: int) -> None:

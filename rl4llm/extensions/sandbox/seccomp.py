@@ -64,23 +64,17 @@ def seccomp_filter(machine: str | None = None, *, loopback: bool = False) -> byt
     program += _when(CLONE[column], [_op(LOAD, FIRST_ARGUMENT), _op(ANY_BIT, NEW_NAMESPACES, 0, 1), refuse])
     program += _when(IOCTL[column], [_op(LOAD, SECOND_ARGUMENT), _op(EQUAL, TIOCSTI, 0, 1), refuse])
     # Shared memory without a file stays when most of its mapping is removed, so no limit of a process counts it.
-    anonymous = [
-        _op(LOAD, FOURTH_ARGUMENT),
-        _op(ANY_BIT, MAP_ANONYMOUS, 0, 2),
-        _op(ANY_BIT, MAP_SHARED, 0, 1),
-        refuse,
-    ]
-    program += _when(MMAP[column], anonymous)
+    anonymous = [_op(ANY_BIT, MAP_ANONYMOUS, 0, 2), _op(ANY_BIT, MAP_SHARED, 0, 1), refuse]
+    program += _when(MMAP[column], [_op(LOAD, FOURTH_ARGUMENT), *anonymous])
     program += _when(FCNTL[column], [_op(LOAD, SECOND_ARGUMENT), _op(EQUAL, F_SETPIPE_SZ, 0, 1), refuse])
+    of_sockets = [_op(LOAD, SECOND_ARGUMENT), _op(EQUAL, SOL_SOCKET, 0, 3)]
     sends_more = [_op(LOAD, THIRD_ARGUMENT), _op(EQUAL, SO_SNDBUF, 0, 1), refuse]
-    program += _when(
-        SETSOCKOPT[column], [_op(LOAD, SECOND_ARGUMENT), _op(EQUAL, SOL_SOCKET, 0, 3), *sends_more]
-    )
+    program += _when(SETSOCKOPT[column], [*of_sockets, *sends_more])
     no_family = _op(RETURN, ERRNO | errno.EAFNOSUPPORT)
     families = (AF_UNIX, AF_INET, AF_INET6) if loopback else (AF_UNIX,)
-    known = [_op(EQUAL, family, len(families) - position, 0) for position, family in enumerate(families)]
+    allowed = [_op(EQUAL, family, len(families) - position, 0) for position, family in enumerate(families)]
     for call in (SOCKET, SOCKETPAIR):
-        program += _when(call[column], [_op(LOAD, FIRST_ARGUMENT), *known, no_family])
+        program += _when(call[column], [_op(LOAD, FIRST_ARGUMENT), *allowed, no_family])
     return b"".join([*program, _op(RETURN, ALLOW)])
 
 

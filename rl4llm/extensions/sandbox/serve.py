@@ -19,9 +19,7 @@ from rl4llm.extensions.sandbox.sandbox import Sandbox
 def main() -> None:
     """Answer until the trainer disconnects."""
     if slot_uids(1) == [None]:
-        sys.exit(
-            "rl4llm.extensions.sandbox.serve must run as root with free uids, so that programs run as another user."
-        )
+        sys.exit("This must run as root with free uids, so that programs run as another user.")
     sandbox = Sandbox("rlimits", allow_weak=True, slots=1)
     for line in sys.stdin:
         program, limits = pickle.loads(base64.b64decode(line))

@@ -87,10 +87,7 @@ def main() -> None:
         file.write("500")  # when memory runs out, sandboxes are killed before the trainer
     channel = Connection(os.dup(0))
     walls, usual, parent = pickle.loads(channel.recv_bytes())
-    try:
-        inside = compiled_inside(walls["python"])
-    except Ended as ended:
-        sys.exit(ended.reason)
+    inside = compiled_inside(walls["python"])
     station = Station(CellSite(owner=channel.fileno(), inside=inside, **walls), usual)
     try:
         while True:

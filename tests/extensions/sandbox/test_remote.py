@@ -25,25 +25,12 @@ class Container:
     made = ()
 
     def __init__(self):
-        system = [
-            word
-            for path in ("/usr", "/etc", sys.base_prefix, sys.prefix, ROOT)
-            for word in ("--ro-bind", path, path)
-        ]
-        links = [word for path in ("/bin", "/lib", "/lib64") for word in ("--symlink", f"usr{path}", path)]
-        files = [
-            "--tmpfs",
-            "/tmp",
-            *map(str, system),
-            *links,
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-            "--chdir",
-            str(ROOT),
-        ]
-        words = [find_bwrap(), *files, *self.walls, sys.executable, "-m", "rl4llm.extensions.sandbox.serve"]
+        bound = ("/usr", "/etc", sys.base_prefix, sys.prefix, ROOT)
+        system = [f"--ro-bind {path} {path}" for path in bound]
+        links = [f"--symlink usr{path} {path}" for path in ("/bin", "/lib", "/lib64")]
+        files = ["--tmpfs /tmp", *system, *links, "--proc /proc --dev /dev", f"--chdir {ROOT}"]
+        command = [sys.executable, "-m", "rl4llm.extensions.sandbox.serve"]
+        words = [find_bwrap(), *" ".join(files).split(), *self.walls, *command]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.output = self._process.stdout
         self.made.append(self)
@@ -121,9 +108,7 @@ def test_a_program_reads_nothing_of_the_process_that_judges_it(remote):
 
 
 def test_a_container_that_shows_this_machine_is_refused(remote):
-    with pytest.raises(
-        SandboxError, match=r"cannot be used: the canary test shows that it does not contain network"
-    ):
+    with pytest.raises(SandboxError, match="network"):
         remote("Open").probe()
 
 
@@ -165,15 +150,13 @@ class Babbling(Mute):
     says = ("{}\n", '{"status": 3}\n', "not JSON\n", "[]\n" * 9)
 
 
-@pytest.mark.parametrize(("name", "message"), [("Mute", "no machine is free"), ("Babbling", "Error")])
-def test_invalid_remote_answer_is_an_infrastructure_fault(name, message, monkeypatch):
+@pytest.mark.parametrize("name", ["Mute", "Babbling"])
+def test_invalid_remote_answer_is_an_infrastructure_fault(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "containers_of_tests", sys.modules[__name__])
     sandbox = Sandbox(f"containers_of_tests:{name}", slots=1)
-    outcome = sandbox.run(Program("print(1)"))
-    assert outcome.status == "infra_error"
-    assert message in outcome.reason
+    assert sandbox.run(Program("print(1)")).status == "infra_error"
 
 
 def test_a_name_that_leads_nowhere_is_refused_at_once():
-    with pytest.raises(ConfigError, match=r"sandbox\.level='os:nothing' cannot be imported"):
+    with pytest.raises(ConfigError):
         Sandbox("os:nothing")
