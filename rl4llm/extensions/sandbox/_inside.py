@@ -101,8 +101,8 @@ def _of_library(value, depth):
 def rich_kind(value):
     """Return the name of a value's type if it is a number or a date of the standard library, else None."""
     for kind, module in RICH.items():
-        made = getattr(sys.modules.get(module), kind, None)
-        if isinstance(made, type) and isinstance(value, made):
+        cls = getattr(sys.modules.get(module), kind, None)
+        if isinstance(cls, type) and isinstance(value, cls):
             return kind
     return None
 
@@ -133,8 +133,8 @@ def _library_value(kind, content):
         return HANDLES["received"](content)
     if kind == "ndarray":
         return __import__("numpy").array(decoded(content[1]), dtype=content[0])
-    made = getattr(__import__(RICH[kind]), kind)
-    return made(*content) if kind == "timedelta" else getattr(made, "fromisoformat", made)(content)
+    cls = getattr(__import__(RICH[kind]), kind)
+    return cls(*content) if kind == "timedelta" else getattr(cls, "fromisoformat", cls)(content)
 
 
 class MessagePipe:
@@ -189,13 +189,13 @@ def code_of(job):
     prefix, source = job["prefix"], job["source"]
     if not prefix:
         return [compile(source, "program.py", "exec")]
-    first = job["entry_point"].partition(".")[0]
+    name = job["entry_point"].partition(".")[0]
     try:
         alone = compile(source, "program.py", "exec", ONLY_AST)
-        defined = any(getattr(node, "name", None) == first for node in alone.body)
+        defined = any(getattr(node, "name", None) == name for node in alone.body)
     except SyntaxError:
         defined = False
-    apart = defined or (f"def {first}" not in prefix and f"class {first}" not in prefix)
+    apart = defined or (f"def {name}" not in prefix and f"class {name}" not in prefix)
     texts = [setup_of(prefix), source] if apart else [prefix + source]
     return [compile(text, "program.py", "exec") for text in texts]
 
@@ -280,11 +280,11 @@ def answer(module, request):
         return reply
     except BaseException as error:  # noqa: BLE001 - the model's code
         kinds = ",".join(f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__)[:MAX_REASON]
-        told = f'"error":{quoted(kinds)},"reason":{quoted(reason_of(error))},"where":{quoted(where(error))}'
+        reply = f'"error":{quoted(kinds)},"reason":{quoted(reason_of(error))},"where":{quoted(where(error))}'
         try:
-            return f'{told},"values":{encoded(list(error.args))},"made":{encoded(error)}'
+            return f'{reply},"values":{encoded(list(error.args))},"made":{encoded(error)}'
         except BaseException:  # noqa: BLE001 - arguments that are no literals
-            return told
+            return reply
 
 
 def where(error):
@@ -304,19 +304,14 @@ def function_of(module, name):
 
     A function that the program does not define may be a method of its class `Solution`.
     """
-    first, _, method = name.partition(".")
-    solution = module.__dict__.get("Solution")
-    if (
-        not method
-        and first not in module.__dict__
-        and isinstance(solution, type)
-        and hasattr(solution, first)
-    ):
-        return getattr(solution(), first)
-    if first not in module.__dict__:
-        raise NameError(f"the program defines no {first!r}")
-    found = module.__dict__[first]
-    return getattr(found(), method) if method else found
+    base, _, method = name.partition(".")
+    names, solution = module.__dict__, module.__dict__.get("Solution")
+    if base not in names and not method and isinstance(solution, type) and hasattr(solution, base):
+        return getattr(solution(), base)
+    if base not in names:
+        raise NameError(f"the program defines no {base!r}")
+    item = names[base]
+    return getattr(item(), method) if method else item
 
 
 def be_run(channel, job):

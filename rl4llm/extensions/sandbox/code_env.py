@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
-from rl4llm.core.errors import DataError, SandboxError
+from rl4llm.core.errors import SandboxError
 from rl4llm.core.message import shortened
 from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
@@ -66,10 +66,11 @@ class CodeEnv(BaseMDPEnv):
         self.sandbox = sandbox or Sandbox()
         self.limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._check_known_tests()
-        tried = self.sandbox.run(Program("print(6 * 7)"), self.limits)
-        if tried.stdout != "42\n":
-            raise SandboxError(f"env.name=code cannot run programs: {tried.reason}")
+        for row in self.dataset:
+            visible_tests(row, "")  # raises DataError before a run starts
+        trial = self.sandbox.run(Program("print(6 * 7)"), self.limits)
+        if trial.stdout != "42\n":  # for example with too little memory for Python
+            raise SandboxError(f"env.name=code cannot run programs: {trial.reason}")
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
         tests = self.known_tests(sample)
@@ -80,11 +81,14 @@ class CodeEnv(BaseMDPEnv):
             run = await self.off_loop(
                 lambda: run_reply(self.sandbox, self.limits, reply, tests, sample.columns)
             )
-        if run.outcome is not None and run.outcome.status == "infra_error":
+        status = run.outcome and run.outcome.status
+        if run.outcome and status == "infra_error":
             sample.fail(f"the sandbox or the visible tests do not work: {run.outcome.reason}", "env/sandbox")
             return []
-        self._measure(sample, run)
-        if run.outcome is not None and run.outcome.status == "ok":
+        counts = sample.extras.setdefault("metrics", {"runs": 0, "first_try": 0, "repaired": 0})
+        counts["runs"] += run.outcome is not None
+        counts["first_try" if sample.current_step == 1 else "repaired"] = int(status == "ok")
+        if status == "ok":
             return []
         return [ChatMessage("user", f"{shortened(_failure(run), self.max_reply_chars)}\n{AGAIN}")]
 
@@ -110,29 +114,15 @@ class CodeEnv(BaseMDPEnv):
             self._slots = loop, asyncio.Semaphore(self.sandbox.slots)
         return self._slots[1]
 
-    def _check_known_tests(self) -> None:
-        for number in range(len(self.dataset)):
-            row = self.dataset[number]
-            try:
-                visible_tests(row, "")
-            except DataError as error:
-                raise DataError(f"Prompt {row.get('prompt_id', number)!r}: {error}") from None
-
-    @staticmethod
-    def _measure(sample: SampleState, run: CodeRun) -> None:
-        counts = sample.extras.setdefault("metrics", {"runs": 0, "first_try": 0, "repaired": 0})
-        passed = run.outcome is not None and run.outcome.status == "ok"
-        counts["runs"] += run.outcome is not None
-        counts["first_try" if sample.current_step == 1 else "repaired"] = int(passed)
-
 
 def _failure(run: CodeRun) -> str:
     """Return the message about a program that did not pass."""
     outcome = run.outcome
     if outcome is None:
         return NO_CODE if run.note == "no_code" else f"The program was not run: {run.note}."
-    failed = next(((number, test) for number, test in enumerate(outcome.tests, 1) if not test.passed), None)
-    if failed is None:
-        return f"The program failed:\n{shortened(outcome.stderr.strip(), SHOWN_TRACE, end=True) or outcome.reason}"
-    number, test = failed
-    return f"Test {number} of {len(outcome.tests)} failed:\n{test.shown or test.reason}"
+    for number, test in enumerate(outcome.tests, 1):
+        if not test.passed:
+            return f"Test {number} of {len(outcome.tests)} failed:\n{test.shown or test.reason}"
+    return (
+        f"The program failed:\n{shortened(outcome.stderr.strip(), SHOWN_TRACE, end=True) or outcome.reason}"
+    )

@@ -12,7 +12,7 @@ from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.schema import Fraction, checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.sandbox import Limits, Outcome, Sandbox
-from rl4llm.extensions.sandbox.code_tests import code_in, run_reply, stored_tests, unknown_names
+from rl4llm.extensions.sandbox.code_tests import run_reply, stored_tests, unknown_names
 from rl4llm.extensions.sandbox.solutions import Solutions
 from rl4llm.rewards.pool import RewardFailure
 
@@ -67,9 +67,7 @@ class CodeReward(BaseBatchReward):
     ):
         super().__init__(name)
         if syntax_weight + format_weight > 1:
-            raise ConfigError(
-                f"rewards.{name}: syntax_weight + format_weight is above 1: {syntax_weight} + {format_weight}."
-            )
+            raise ConfigError(f"rewards.{name}: {syntax_weight=} and {format_weight=} have a sum above 1.")
         self.partial = partial
         self.try_solutions = try_solutions
         self.syntax_weight = float(syntax_weight)
@@ -128,32 +126,23 @@ class CodeReward(BaseBatchReward):
         if run.outcome.status == "infra_error":
             return RewardFailure(run.outcome.reason), None, _stored(run.outcome)
         if run.outcome.status != "ok":
-            fault = self.solutions.fault(tests, columns)
             prompt = " ".join(message.content for message in sample.messages[: sample.init_msg_size])
-            if not fault and (
-                names := unknown_names(
-                    tests, code_in(reply, columns.get("entry_point") or "")[0], columns, prompt
-                )
-            ):
-                fault = f"its tests use {', '.join(names)}, which neither they nor the prompt define"
-            if fault:
+            names = unknown_names(tests, run.code, columns, prompt)
+            unknown = f"its tests use {', '.join(names)}, which neither they nor the prompt define"
+            if fault := self.solutions.fault(tests, columns) or (unknown if names else ""):
                 return RewardFailure(f"the row cannot be scored: {fault}"), None, _stored(run.outcome)
-        return self._score(run.outcome, run.fenced), run.note, _stored(run.outcome)
-
-    def _score(self, outcome: Outcome, fenced: bool) -> float:
-        passed = outcome.passed_share if self.partial else float(outcome.status == "ok")
-        rest = 1.0 - self.syntax_weight - self.format_weight
-        return rest * passed + self.syntax_weight * outcome.parsed + self.format_weight * fenced
+        passed = run.outcome.passed_share if self.partial else float(run.outcome.status == "ok")
+        score = (1.0 - self.syntax_weight - self.format_weight) * passed
+        score += self.syntax_weight * run.outcome.parsed + self.format_weight * run.fenced
+        return score, run.note, _stored(run.outcome)
 
 
 def _stored(outcome: Outcome) -> dict[str, Any]:
+    tests = outcome.tests[:STORED_TESTS]
     return {
         "status": outcome.status,
         "reason": outcome.reason,
         "sandbox": outcome.level,
         "seconds": round(outcome.wall_s, 3),
-        "tests": [
-            {"name": test.name, "status": test.status, "reason": test.reason}
-            for test in outcome.tests[:STORED_TESTS]
-        ],
+        "tests": [{"name": test.name, "status": test.status, "reason": test.reason} for test in tests],
     }

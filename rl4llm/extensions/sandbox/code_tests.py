@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rl4llm.extensions.sandbox.layouts import ACCEPTED, Tests, function_name, re
 from rl4llm.extensions.sandbox.units import expected_names
 
 MAX_CHARS = 100_000
+UNREADABLE = LookupError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError, MemoryError
 _MARGIN = " \t>"
 _ITEM = _MARGIN + "-*+.)0123456789"
 _PYTHON = re.compile(r"\W*py(thon)?[\d.]*\b", re.IGNORECASE)
@@ -27,6 +29,7 @@ class CodeRun:
     outcome: Outcome | None
     note: str | None = None
     fenced: bool = False
+    code: str = ""
 
 
 def run_reply(
@@ -42,11 +45,10 @@ def run_reply(
     if not code.strip():
         return CodeRun(None, "no_code", fenced)
     if len(code) > MAX_CHARS:
-        why = f"too_long: the code has {len(code)} characters, accepted are {MAX_CHARS}"
-        return CodeRun(None, why, fenced)
+        return CodeRun(None, f"too_long: the code has {len(code)} characters", fenced)
     outcome = sandbox.run(program_of(code, tests, columns), limits)
     note = f"model_error: {outcome.reason}" if outcome.status == "model_error" else None
-    return CodeRun(outcome, note, fenced)
+    return CodeRun(outcome, note, fenced, code)
 
 
 def code_in(reply: str, entry_point: str = "") -> tuple[str, bool]:
@@ -110,8 +112,8 @@ def unknown_names(tests: Tests, code: str, columns: Mapping[str, Any], prompt: s
     lacked = {name for name in names if not re.search(_DEFINES.format(re.escape(name)), text)}
     if lacked == names or entry_point in lacked:
         return []
-    told = f"{prompt} {columns.get('prompt')}"
-    return sorted(name for name in lacked if not re.search(rf"\b{name}\b", told))
+    task = f"{prompt} {columns.get('prompt')}"
+    return sorted(name for name in lacked if not re.search(rf"\b{name}\b", task))
 
 
 _DEFINES = (
@@ -129,10 +131,10 @@ def stored_tests(stored: Any, columns: Mapping[str, Any], column: str = "ground_
     setup = "\n".join([*(columns.get("test_imports") or ()), columns.get("test_setup_code") or ""])
     try:
         return read_tests(stored, columns, setup, _prefix(columns))
-    except (KeyError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except UNREADABLE as error:
         problem = f"{type(error).__name__}: {error}"[:400]
         raise DataError(
-            f"{column}={stored!r:.200} does not contain tests ({problem}). Accepted: {ACCEPTED}."
+            f"{column}={stored!r:.200} has no tests ({problem}). Accepted: {ACCEPTED}."
         ) from error
 
 
@@ -165,12 +167,11 @@ def examples_in(prompt: str, entry_point: str = "") -> list[str]:
 
     Anything except calls of literals with a literal result is skipped.
     """
-    found = _DOCTEST.findall(prompt)
+    pairs = _DOCTEST.findall(prompt)
     if entry_point:
-        found += re.findall(rf"({re.escape(entry_point)}\(.*\)){_ARROW}(\S.*?){_END}", prompt, re.MULTILINE)
-    return list(
-        dict.fromkeys(f"assert {call} == {value}" for call, value in found if _is_example(call, value))
-    )
+        pairs += re.findall(rf"({re.escape(entry_point)}\(.*\)){_ARROW}(\S.*?){_END}", prompt, re.MULTILINE)
+    asserts = (f"assert {call} == {value}" for call, value in pairs if _is_example(call, value))
+    return list(dict.fromkeys(asserts))
 
 
 _DOCTEST = re.compile(r"^[ \t]*>>>[ \t]*(.*\S)[ \t]*\n[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
@@ -179,15 +180,14 @@ _END = r"[ \t.]*(?:\"\"\"|\'\'\')?[ \t]*$"
 
 
 def _is_example(call: str, value: str) -> bool:
-    try:
+    with contextlib.suppress(*UNREADABLE):
         tree = ast.parse(call, mode="eval").body
-        if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)):
-            return False
-        for part in [value, *map(ast.unparse, [*tree.args, *(keyword.value for keyword in tree.keywords)])]:
-            ast.literal_eval(part)
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-        return False
-    return True
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+            ast.literal_eval(value)
+            for part in (*tree.args, *(keyword.value for keyword in tree.keywords)):
+                ast.literal_eval(part)
+            return True
+    return False
 
 
 def _prefix(columns: Mapping[str, Any]) -> str:
@@ -200,9 +200,8 @@ def _prefix(columns: Mapping[str, Any]) -> str:
 
 def _defines_only(prompt: str) -> bool:
     """Return whether a text is nothing but imports, definitions and constants, which LeetCode's programs begin with."""
-    try:
+    nodes: list[ast.stmt] = []
+    with contextlib.suppress(*UNREADABLE):
         nodes = ast.parse(prompt).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
     defining = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign)
     return bool(nodes) and all(isinstance(node, defining) for node in nodes)

@@ -32,6 +32,7 @@ from rl4llm.extensions.sandbox.wire import WireError, agrees, decode, encode, sa
 if TYPE_CHECKING:
     from rl4llm.extensions.sandbox.supervisor import Station
 
+STATUSES = ("infra_error", "wrong", "model_error", "ok")  # the first one among the tests is the program's
 SHOWN = 2000
 FLOAT_TOLERANCE = 1e-9  # relative or absolute, of calls that are compared with their types
 SHOWN_VALUE = 300  # characters of a value in the message about a failed test
@@ -70,6 +71,7 @@ class Candidate:
         self.limits = limits
         self.role = role
         self.parsed = True
+        self.was_asked = False
         self.cell: Cell | None = None
         self._fault: Ended | None = None
         for cell in (self.begin(), *beside):
@@ -85,6 +87,7 @@ class Candidate:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to one request. Raises Ended if there is none."""
+        self.was_asked = True
         if self._fault is not None:
             raise self._fault
         if time.monotonic() >= self.deadline:
@@ -104,10 +107,11 @@ class Candidate:
         if self.cell is None:
             return "", ""
         self.cell.drain()
-        texts = [bytes(data).decode("utf-8", "replace") for data in self.cell.printed.values()]
-        for data in self.cell.printed.values():
-            data.clear()
-        return texts[0], texts[1]
+        out, err = self.cell.printed["out"], self.cell.printed["err"]
+        texts = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+        out.clear()
+        err.clear()
+        return texts
 
     def _load(self, cell: Cell) -> None:
         job = {name: getattr(self.program, name) for name in ("source", "prefix", "entry_point", "lends")}
@@ -119,8 +123,7 @@ class Candidate:
             raise
         if "loaded" not in message:
             self.parsed = "unparsed" not in message
-            reason = str(message.get("unparsed" if not self.parsed else "broken"))
-            self._fault = Ended("model_error", reason[:SHOWN])
+            self._fault = Ended("model_error", str(message.get("unparsed", message.get("broken")))[:SHOWN])
             raise self._fault
         self._loaded = True
 
@@ -148,19 +151,19 @@ def _script(candidate: Candidate) -> Outcome:
 
 def _stdin(candidate: Candidate, tests: Stdin) -> Outcome:
     results = []
-    for number, (given, expected) in enumerate(tests.cases, 1):
+    for number, (stdin, expected) in enumerate(tests.cases, 1):
         status: Status = "ok"
         try:
-            reason, out, err = _run_once(candidate, given)
+            reason, out, err = _run_once(candidate, stdin)
         except Ended as ended:
-            status, reason, told = ended.status, ended.reason, ended.reason
+            status, reason, trace = ended.status, ended.reason, ended.reason
         else:
             if reason:
-                status, told = "model_error", shortened(err.strip(), SHOWN_TRACE, end=True) or reason
+                status, trace = "model_error", shortened(err.strip(), SHOWN_TRACE, end=True) or reason
             elif not same_text(out, expected):
                 status, reason = "wrong", "the output is another one"
-                told = f"Expected output:\n{_brief(expected)}\nOutput:\n{_brief(out)}"
-        shown = "" if status == "ok" else f"Input:\n{_brief(given)}\n{told}"
+                trace = f"Expected output:\n{_brief(expected)}\nOutput:\n{_brief(out)}"
+        shown = "" if status == "ok" else f"Input:\n{_brief(stdin)}\n{trace}"
         results.append(TestResult(f"input {number}", status, reason, shown))
     return _outcome(results, candidate.parsed)
 
@@ -171,41 +174,33 @@ def _run_once(candidate: Candidate, stdin: str) -> tuple[str, str, str]:
     out, err = candidate.printed()
     if reply.get("exit") == 0:
         return "", out, err
-    last = (err.strip().splitlines() or [""])[-1][:300]
-    return f"exit status {str(reply.get('exit'))[:20]}: {last}", out, err
+    line = err.strip().rpartition("\n")[2][:300]
+    return f"exit status {str(reply.get('exit'))[:20]}: {line}", out, err
 
 
 def _calls(candidate: Candidate, tests: Calls) -> Outcome:
     results = []
     for number, case in enumerate(tests.cases, 1):
-        name = f"call {number}"
         try:
             request = {"fn": case.fn, "args": encode(list(case.args)), "kwargs": encode(dict(case.kwargs))}
             encode(case.expected)
         except WireError as error:
-            results.append(
-                TestResult(name, "infra_error", f"the test contains something other than a literal: {error}")
-            )
-            continue
+            raise BrokenTests(f"a test contains something other than a literal: {error}") from None
         try:
             reply = candidate.ask(request)
             status, reason = _compared(reply, case.expected, tests.judge)
         except Ended as ended:
             reply, status, reason = {"ended": ended.reason}, ended.status, ended.reason
-        shown = (
-            ""
-            if status == "ok"
-            else f"{_exchange(case.fn, request, reply)}\nExpected: {_brief(repr(case.expected))}"
-        )
-        results.append(TestResult(name, status, reason, shown))
+        shown = f"{_exchange(case.fn, request, reply)}\nExpected: {_brief(repr(case.expected))}"
+        results.append(TestResult(f"call {number}", status, reason, shown if status != "ok" else ""))
     return _outcome(results, candidate.parsed)
 
 
 def _exchange(fn: str, request: Mapping[str, Any], reply: Mapping[str, Any]) -> str:
     """Return a call and its result as one line."""
-    given = [_value(item) for item in request["args"]]
-    given += [f"{key}={_value(item)}" for key, item in request["kwargs"].get("dict", ())]
-    call = f"{fn.lstrip(':')}({_brief(', '.join(given))})"
+    arguments = [_value(item) for item in request["args"]]
+    arguments += [f"{key}={_value(item)}" for key, item in request["kwargs"].get("dict", ())]
+    call = f"{fn.lstrip(':')}({_brief(', '.join(arguments))})"
     if "value" in reply:
         return f"{call} returned {_value(reply['value'])}"
     where = f" ({str(reply['where'])[:100]})" if reply.get("where") else ""
@@ -246,32 +241,28 @@ def _code(station: Station, program: Program, tests: Asserts | Suite, limits: Li
     cell.play("tests", job)
     results: list[TestResult] = []
     plan: list[str] = []
-    last: tuple[str, Any, Any] | None = None  # call of the running test, with its result
-    asked = False
+    exchange: tuple[str, Any, Any] | None = None  # call of the running test, with its result
+    message: dict[str, Any] = {}
     try:
-        while "done" not in (
-            message := cell.receive(min(candidate.deadline, time.monotonic() + limits.wall_s), "a test")
-        ):
+        while "done" not in message:
+            message = cell.receive(min(candidate.deadline, time.monotonic() + limits.wall_s), "a test")
             plan = message.get("plan", plan)
             if "broken" in message:
                 raise BrokenTests(f"the tests do not run: {message['broken']}")
             if "test" in message:
-                results.append(_result(message, last))
-                last = None
+                results.append(_result(message, exchange))
+                exchange = None
             if "call" in message:
-                asked = True
-                last = message["call"], message, _passed_on(candidate, message)
-                cell.send(last[2], candidate.deadline)
+                exchange = message["call"], message, _passed_on(candidate, message)
+                cell.send(exchange[2], candidate.deadline)
             cell.beside = list(filter(None, [candidate.cell]))
     except Ended as ended:
         if ended.status == "infra_error":
             raise
-        if not plan or not asked:
+        if not plan or not candidate.was_asked:
             raise BrokenTests(f"the tests do not run: {ended.reason}") from None
-        done = {result.name for result in results}
-        results += [
-            TestResult(name, ended.status, ended.reason, ended.reason) for name in plan if name not in done
-        ]
+        rest = [name for name in plan if name not in {result.name for result in results}]
+        results += [TestResult(name, ended.status, ended.reason, ended.reason) for name in rest]
     return _outcome(results, candidate.parsed)
 
 
@@ -282,13 +273,13 @@ def _job(program: Program, tests: Asserts | Suite) -> dict[str, Any]:
         raise BrokenTests(f"the tests do not run: {type(error).__name__}: {error}") from None
 
 
-def _result(message: Mapping[str, Any], last: tuple[str, Any, Any] | None) -> TestResult:
+def _result(message: Mapping[str, Any], exchange: tuple[str, Any, Any] | None) -> TestResult:
     """Return the result of a test. It can be trusted, since nothing of the program is in the sandbox of the tests."""
-    status, reason, exchange = message["status"], message["reason"], _exchange(*last) if last else ""
+    status, reason, call = message["status"], message["reason"], _exchange(*exchange) if exchange else ""
     if status == "ok":
         return TestResult(message["test"], status)
-    told = exchange and (reason == "AssertionError: " or reason.partition(": ")[2] in exchange)
-    shown = (_brief(message.get("source", "")), exchange, "" if told else _brief(reason))
+    is_shown = call and (reason == "AssertionError: " or reason.partition(": ")[2] in call)
+    shown = (_brief(message.get("source", "")), call, "" if is_shown else _brief(reason))
     return TestResult(message["test"], status, reason, "\n".join(filter(None, shown)))
 
 
@@ -300,9 +291,9 @@ def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:
         texts: tuple[str, ...] = ()
         if "value" not in reply:
             literals, texts = ("values", "made"), ("error", "reason", "where")
-        made = {name: encode(decode(reply[name])) for name in literals if name in reply}
-        told = {name: str(reply.get(name, ""))[:SHOWN] for name in texts}
-        return {**made, **told, "printed": candidate.printed()}
+        values = {name: encode(decode(reply[name])) for name in literals if name in reply}
+        facts = {name: str(reply.get(name, ""))[:SHOWN] for name in texts}
+        return {**values, **facts, "printed": candidate.printed()}
     except WireError as error:
         return {"error": "TypeError", "reason": str(error)}
     except Ended as ended:
@@ -314,11 +305,5 @@ def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:
 def _outcome(results: Sequence[TestResult], parsed: bool) -> Outcome:
     if not results:
         raise BrokenTests("there are no tests, or no assert in them that could fail")
-    failed = [result for result in results if not result.passed]
-    if not failed:
-        return Outcome("ok", "", tuple(results), parsed=parsed)
-    by_status = {result.status: result for result in reversed(failed)}
-    first = next(
-        by_status[status] for status in ("infra_error", "wrong", "model_error") if status in by_status
-    )
-    return Outcome(first.status, first.reason, tuple(results), parsed=parsed)
+    worst = min(results, key=lambda result: STATUSES.index(result.status))
+    return Outcome(worst.status, worst.reason, tuple(results), parsed=parsed)

@@ -1,13 +1,13 @@
 """Read the tests of a row in the layouts of published sets: each is read by what the row says that it is.
 
-A layout that this module does not know, and a key that has no meaning in a layout, raises ValueError with what is
-accepted. Nothing is read as something else.
+An unknown layout, and a key without a meaning in a layout, raise ValueError. Nothing is read as something else.
 """
 
 from __future__ import annotations
 
 import ast
 import base64
+import contextlib
 import json
 import re
 import zlib
@@ -30,13 +30,8 @@ PICKLED = (
     "json.loads(pickle.loads(zlib.decompress(base64.b64decode(text))))"
 )
 TEST_FILE = "test_solution.py"
-_KINDS = {
-    "stdin": "stdin",
-    "stdin_stdout": "stdin",
-    "functional": "call",
-    "function_call": "call",
-    None: None,
-}
+_READING = ("stdin", "stdin_stdout")
+_CALLING = ("functional", "function_call")
 _JUDGED = re.compile(r"(^|_)(checker|interact(or|ive|ion_format)|special_judge|(input|output)_mode)(_|$)")
 _SHARED = re.compile(  # what tests share with a program only in one process; $ is before names of modules
     r"(?m)\$((unittest\.)?mock\.(patch(?!\('sys\.std(out|err)', )|mock_open)|freezegun|time_machine|builtins\.(open|input)"
@@ -57,18 +52,13 @@ def read_tests(stored: Any, columns: Mapping[str, Any], setup: str, prefix: str)
     content = _decoded(stored)
     for name, value in columns.items():
         if value and _JUDGED.search(name) and value not in ("stdio", "stdin", "stdout"):
-            raise ValueError(
-                f"the column {name!r} says that outputs are not compared, which this reward does"
-            )
-    if isinstance(content, str):
-        return _from_code((content,), function_name(columns.get("entry_point")), setup, prefix)
+            raise ValueError(f"the column {name!r} says that outputs are not compared")
     if isinstance(content, Mapping):
         return _from_mapping(content, columns)
-    if not isinstance(content, Sequence) or not content:
-        raise ValueError("no tests")
-    if all(isinstance(test, str) for test in content):
-        return _from_code(tuple(content), function_name(columns.get("entry_point")), setup, prefix)
-    return _from_cases(content, columns)
+    texts = (content,) if isinstance(content, str) else tuple(content)
+    if all(isinstance(test, str) for test in texts):
+        return _from_code(texts, function_name(columns.get("entry_point")), setup, prefix)
+    return _from_cases(texts, columns)
 
 
 def function_name(entry_point: Any) -> str:
@@ -95,8 +85,6 @@ def _decoded(stored: Any) -> Any:
 @lru_cache(64)  # the samples of a prompt have the same tests, which may be long
 def _from_code(texts: tuple[str, ...], entry_point: str, setup: str, prefix: str) -> Asserts | Suite:
     nodes = [node for text in texts for node in _parsed(text).body]
-    if not nodes:
-        raise ValueError("no tests")
     ids = [test for node in nodes for test in _test_ids(node)]
     if ids:
         text = "\n".join([*filter(str.strip, [setup]), *texts])
@@ -106,7 +94,7 @@ def _from_code(texts: tuple[str, ...], entry_point: str, setup: str, prefix: str
         raise ValueError("check(candidate) is never called, and the row has no entry_point")
     tests = Asserts(texts, entry_point, "\n".join([setup, prefix]))
     if not any(source for _, _, source in statements(tests)):
-        raise ValueError("there is no assert in them")
+        raise ValueError("no tests, or no assert in them")
     return tests
 
 
@@ -144,10 +132,7 @@ def _parsed(text: str) -> ast.Module:
     """Parse tests. Raises ValueError for what works only if the program runs in their process."""
     tree = ast.parse(text)
     if used := _SHARED.search(ast.unparse(_Full(bound_names(list(ast.walk(tree)))).visit(tree))):
-        name = used[0].strip(" .$")
-        raise ValueError(
-            f"they use {name!r}, which does not reach the program, since it runs in another process"
-        )
+        raise ValueError(f"they use {used[0].strip(' .$')!r}, but the program runs in another process")
     return ast.parse(text)
 
 
@@ -174,17 +159,17 @@ def _test_ids(node: ast.stmt) -> list[str]:
 
 def _from_mapping(tests: Mapping[str, Any], columns: Mapping[str, Any]) -> Calls | Stdin | Suite:
     if "required" in tests:
-        return _suite(_known(tests, ("files", "required")))
+        return _suite(_fields(tests, ("files", "required")))
     if "test_cases" in tests:
-        cases = _known(tests, ("language", "test_cases"))
-        if str(cases.get("language", "python")).lower() not in ("python", "python3"):
-            raise ValueError(f"language={cases['language']!r} is not accepted. Accepted: python")
-        return _from_cases(cases["test_cases"], columns)
+        fields = _fields(tests, ("language", "test_cases"))
+        if str(fields.get("language", "python")).lower() not in ("python", "python3"):
+            raise ValueError(f"language={fields['language']!r} is not accepted")
+        return _from_cases(fields["test_cases"], columns)
     if "inputs" not in tests:
         return _from_cases([tests], columns)
-    given = _known(tests, ("inputs", "outputs", "fn_name", "type"))
-    pairs = zip(given.pop("inputs"), given.pop("outputs"), strict=True)
-    return _from_cases([{"input": one, "output": other, **given} for one, other in pairs], columns)
+    fields = _fields(tests, ("inputs", "outputs", "fn_name", "type"))
+    pairs = zip(fields.pop("inputs"), fields.pop("outputs"), strict=True)
+    return _from_cases([{"input": text, "output": answer, **fields} for text, answer in pairs], columns)
 
 
 def _suite(tests: Mapping[str, Any]) -> Suite:
@@ -192,101 +177,74 @@ def _suite(tests: Mapping[str, Any]) -> Suite:
     for text in files.values():
         _parsed(text)
     required = tuple(map(str, tests["required"]))
-    unknown = [name for name in required if name.partition("::")[0] not in files or "::" not in name]
-    if unknown or not required:
-        raise ValueError(f"required: {unknown} are not in {sorted(files)}")
+    if not required or not {name.partition("::")[0] for name in required if "::" in name} <= files.keys():
+        raise ValueError(f"required={list(required)} are not tests in {sorted(files)}")
     return Suite(files, required)
 
 
 def _from_cases(cases: Sequence[Any], columns: Mapping[str, Any]) -> Calls | Stdin:
     """Read a list of tests, which all say the same of what they are."""
-    if not cases or not all(isinstance(case, Mapping) for case in cases):
-        raise ValueError("no list of tests")
     if "fn" in cases[0]:
-        own = [_known(case, ("fn", "args", "kwargs", "expected")) for case in cases]
-        return Calls(
-            tuple(
-                Call(case["fn"], tuple(case["args"]), case["expected"], case.get("kwargs", {}))
-                for case in own
-            )
-        )
-    known = [_known(case, ("input", "output", "testtype", "type", "fn_name", "metadata")) for case in cases]
-    kinds = {case.get("testtype", case.get("type")) for case in known}
-    names = {case.get("fn_name") or _function_in(case) or "" for case in known}
-    if len(kinds) > 1 or len(names) > 1:
-        raise ValueError(
-            f"tests of one row differ: kinds {sorted(map(str, kinds))}, functions {sorted(names)}"
-        )
-    kind, name = kinds.pop(), names.pop()
-    if kind not in _KINDS:
-        raise ValueError(f"type {kind!r} of a test is unknown. Accepted: {', '.join(filter(None, _KINDS))}")
-    if _KINDS[kind] != "stdin":
+        calls = [_fields(case, ("fn", "args", "kwargs", "expected")) for case in cases]
+        return Calls(tuple(Call(**{"kwargs": {}, **call, "args": tuple(call["args"])}) for call in calls))
+    rows = [_fields(case, ("input", "output", "testtype", "type", "fn_name", "metadata")) for case in cases]
+    kinds = {(row.get("testtype", row.get("type")), row.get("fn_name") or _function_in(row)) for row in rows}
+    if len(kinds) > 1:
+        raise ValueError(f"the tests of one row differ: {kinds}")
+    kind, name = kinds.pop()
+    if kind not in _READING:
         name = name or _function_in(columns)
-    if (_KINDS[kind] or bool(name)) == ("stdin" if name else "call"):
-        raise ValueError(
-            f"type {kind!r} and the function {name!r} do not fit: 'fn_name', or 'func_name' in metadata"
-        )
-    pairs = [(case["input"], case["output"]) for case in known]
-    return _calls(name, pairs) if name else Stdin(tuple((_text(one), _text(other)) for one, other in pairs))
+    # what a test says that it is, and whether it names a function, must agree
+    if kind not in (None, *(_CALLING if name else _READING)):
+        raise ValueError(f"the type {kind!r} of a test is unknown, or does not fit to its function {name!r}")
+    pairs = [(row["input"], row["output"]) for row in rows]
+    return (
+        _calls(name, pairs) if name else Stdin(tuple((_text(text), _text(answer)) for text, answer in pairs))
+    )
 
 
-def _known(tests: Mapping[str, Any], accepted: Sequence[str]) -> dict[str, Any]:
+def _fields(test: Mapping[str, Any], accepted: Sequence[str]) -> dict[str, Any]:
     """Return the keys that have a value, without the nulls of tables. Raises ValueError for one without a meaning."""
-    given = {str(key): value for key, value in tests.items() if value is not None}
-    unknown = sorted(given.keys() - set(accepted))
-    if unknown:
-        raise ValueError(
-            f"the key {unknown[0]!r} of a test is unknown. Accepted beside it: {', '.join(accepted)}"
-        )
-    return given
+    fields = {str(key): value for key, value in test.items() if value is not None}
+    if unknown := fields.keys() - set(accepted):
+        raise ValueError(f"the key {min(unknown)!r} of a test is unknown")
+    return fields
 
 
 def _function_in(row: Mapping[str, Any]) -> str:
     """Return the function that the metadata of LiveCodeBench names; "" for none."""
     metadata = row.get("metadata")
     if isinstance(metadata, str):
-        try:
+        with contextlib.suppress(ValueError):  # a column of another set
             metadata = json.loads(metadata)
-        except ValueError:  # a column of another set
-            return ""
     return str(metadata.get("func_name") or "") if isinstance(metadata, Mapping) else ""
 
 
 def _calls(name: str, pairs: Sequence[tuple[Any, Any]]) -> Calls:
     """Make calls of inputs and outputs: lists of arguments, or a text with one argument per line, as JSON."""
-    cases = [_call(function_name(name), given, expected) for given, expected in pairs]
+    cases = [_call(function_name(name), arguments, expected) for arguments, expected in pairs]
     wrapped = all(
-        isinstance(given, Sequence)
-        and not isinstance(given, str)
-        and isinstance(expected, list)
-        and len(expected) == 1
-        for given, expected in pairs
+        not isinstance(arguments, str) and isinstance(expected, list) and len(expected) == 1
+        for arguments, expected in pairs
     )
     return Calls(tuple(cases), judge="wrapped" if wrapped else "json")
 
 
-def _call(name: str, given: Any, expected: Any) -> Call:
-    if isinstance(given, str):
-        lines = given.rstrip().split("\n") if given.strip() else ()
+def _call(name: str, arguments: Any, expected: Any) -> Call:
+    if isinstance(arguments, str):
+        lines = arguments.rstrip().split("\n") if arguments.strip() else ()
         return Call(name, tuple(map(json.loads, lines)), json.loads(expected))
-    if not isinstance(given, Sequence):
-        raise TypeError(f"the input {given!r:.60} of a call is not a list of arguments")
-    arguments = list(given)
-    if arguments and isinstance(arguments[0], Mapping):
-        arguments[0] = _numbered(arguments[0])
-    return Call(name, tuple(arguments), expected)
-
-
-def _numbered(argument: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return a dictionary with the whole numbers as keys that JSON has made texts, as the judge of APPS does."""
-    try:
-        return {int(key): value for key, value in argument.items()}
-    except ValueError:
-        return dict(argument)
+    if not isinstance(arguments, Sequence):
+        raise TypeError(f"the input {arguments!r:.60} of a call is not a list of arguments")
+    first, *others = arguments or [None]
+    if isinstance(first, Mapping):
+        with contextlib.suppress(ValueError):  # JSON made texts of whole numbers, as the judge of APPS knows
+            first = {int(key): value for key, value in first.items()}
+    return Call(name, (first, *others) if arguments else (), expected)
 
 
 def _text(value: Any) -> str:
     """Return what a program reads or prints as one text; some sets store a list of lines."""
     if isinstance(value, Mapping):
-        raise TypeError(f"{value!r:.60} is neither a text nor a list of lines")
+        raise TypeError(f"{value!r:.60} is neither a text nor lines")
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

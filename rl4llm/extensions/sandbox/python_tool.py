@@ -25,9 +25,9 @@ class Python(ToolSet):
         super().__init__()
         self._limits = Limits(wall_s=wall_s, total_s=wall_s + 5.0, memory_bytes=memory_bytes)
         self._sandbox: Sandbox = sandbox or Sandbox()
-        tried = self._sandbox.run(Program("print(6 * 7)"), self._limits)
-        if tried.stdout != "42\n":
-            raise SandboxError(f"env.tools: python cannot be used: {tried.reason}")
+        trial = self._sandbox.run(Program("print(6 * 7)"), self._limits)
+        if trial.stdout != "42\n":
+            raise SandboxError(f"env.tools: python cannot be used: {trial.reason}")
 
     @tool
     def python(self, code: str) -> str:

@@ -11,6 +11,7 @@ import pickle
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rl4llm.extensions.sandbox.layouts import Tests
 COLUMNS = ("canonical_solution", "solution", "solutions", "code")
 MOST_TRIED = 3  # solutions of a row, of which one must pass
 MANY = 1000  # rows whose trial is announced, since it takes minutes
-Tried = Sequence[tuple[str, Program]]
+Trials = Sequence[tuple[str, Program]]
 logger = logging.getLogger(__name__)
 
 
@@ -35,46 +36,44 @@ class Solutions:
     def __init__(self, sandbox: Sandbox, limits: Limits):
         self.sandbox = sandbox
         self.limits = limits
-        self._found: dict[str, str] = {}
+        self._faults: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def fault(self, tests: Tests, columns: Mapping[str, Any]) -> str:
         """Return why the tests of a row cannot be trusted; "" if a solution passes them, or the row has none."""
-        tried = _programs(tests, columns)
-        if not tried:
-            return ""
-        key = self._key(tried)
+        trials = _trials(tests, columns)
+        key = self._key(trials)
         with self._lock:  # samples of one group ask for the same row
-            if key not in self._found:
-                self._found[key] = self._run(tried) or ""
-            return self._found[key]
+            if key not in self._faults:
+                self._faults[key] = self._run(trials) or ""
+            return self._faults[key]
 
     def of_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """Return the faults of rows by their number; it runs the solutions of all rows that were never tried."""
-        programs: dict[int, Tried] = {}
+        trials: dict[str, Trials] = {}
+        keys: dict[int, str] = {}
         for number, row in enumerate(rows):
             with contextlib.suppress(DataError):  # `check_row` tells where a dataset may be refused
-                programs[number] = _programs(stored_tests(row["ground_truth"], row), row)
-        keys = {number: self._key(tried) for number, tried in programs.items() if tried}
-        cache = _cache()
-        self._found |= _stored(cache)
-        new = {keys[number]: programs[number] for number in keys if keys[number] not in self._found}
+                trial = _trials(stored_tests(row["ground_truth"], row), row)
+                keys[number] = self._key(trial)
+                trials[keys[number]] = trial
+        cache = Path(os.environ.get("RL4LLM_CACHE") or "~/.cache/rl4llm").expanduser() / "solutions.jsonl"
+        self._faults |= _stored(cache)
+        new = {key: trial for key, trial in trials.items() if trial and key not in self._faults}
         if len(new) > MANY:
-            logger.warning(
-                "The solutions of %d rows are tried. rewards.code.try_solutions=false skips it.", len(new)
-            )
+            logger.warning("Trying %d solutions. rewards.code.try_solutions=false skips it.", len(new))
         with ThreadPoolExecutor(self.sandbox.slots, thread_name_prefix="rl4llm-code") as threads:
             for key, fault in zip(new, threads.map(self._run, new.values()), strict=True):
                 if fault is not None:
-                    self._found[key] = fault
+                    self._faults[key] = fault
                     _store(cache, key, fault)
-        return {number: self._found[key] for number, key in keys.items() if self._found.get(key)}
+        return {number: self._faults[key] for number, key in keys.items() if self._faults.get(key)}
 
-    def _key(self, tried: Tried) -> str:
-        told = pickle.dumps((list(tried), self.limits, getattr(self.sandbox, "packages", ())))
-        return hashlib.blake2b(told, digest_size=16).hexdigest()
+    def _key(self, trials: Trials) -> str:
+        content = pickle.dumps((list(trials), self.limits, getattr(self.sandbox, "packages", ())))
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
 
-    def _run(self, programs: Tried) -> str | None:
+    def _run(self, programs: Trials) -> str | None:
         """Return why no solution passes, "" if one does, and None if the sandbox or the tests do not work."""
         reasons: list[str | None] = []
         for column, program in programs:
@@ -92,37 +91,30 @@ class Solutions:
 
 def solutions_of(columns: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the columns of a row with solutions, and the code of each; a column may hold a list, also as JSON."""
-    number = 0
     for column in COLUMNS:
         value = columns.get(column)
         if isinstance(value, str) and value.lstrip()[:1] == "[":
-            try:
+            with contextlib.suppress(ValueError):
                 value = json.loads(value)
-            except ValueError:
-                continue
         for source in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(source, str) and source.strip() and number < MOST_TRIED:
-                number += 1
+            if isinstance(source, str) and source.strip():
                 yield column, code_in(source)[0]
 
 
-def _programs(tests: Tests, columns: Mapping[str, Any]) -> Tried:
-    return [(column, program_of(source, tests, columns)) for column, source in solutions_of(columns)]
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("RL4LLM_CACHE") or "~/.cache/rl4llm").expanduser() / "solutions.jsonl"
+def _trials(tests: Tests, columns: Mapping[str, Any]) -> Trials:
+    solutions = islice(solutions_of(columns), MOST_TRIED)
+    return [(column, program_of(source, tests, columns)) for column, source in solutions]
 
 
 def _stored(cache: Path) -> dict[str, str]:
-    """Return what earlier runs found; lines that a killed run left incomplete are skipped."""
-    found = {}
+    """Return the faults that earlier runs stored; lines that a killed run left incomplete are skipped."""
+    faults = {}
     with contextlib.suppress(OSError), cache.open(encoding="utf-8") as lines:
         for line in lines:
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 entry = json.loads(line)
-                found[str(entry["key"])] = str(entry["fault"])
-    return found
+                faults[str(entry["key"])] = str(entry["fault"])
+    return faults
 
 
 def _store(cache: Path, key: str, fault: str) -> None:

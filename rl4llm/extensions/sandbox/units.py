@@ -16,6 +16,7 @@ LIBRARY = {
     "datetime", "operator", "sys", "os", "json", "statistics", "decimal", "fractions", "numbers", "typing",
 }  # fmt: skip
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 _RETURNS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Nonlocal)
 
 
@@ -34,7 +35,7 @@ def job_of(tests: Asserts | Suite, entry_point: str) -> dict[str, Any]:
 @lru_cache(8)  # the programs of a prompt have the same tests, which may be long
 def _job_of_asserts(tests: Asserts, entry_point: str) -> dict[str, Any]:
     entry_point = tests.entry_point or entry_point or _builtin_meant(tests)
-    checks = [node for text in tests.tests for node in _checks(ast.parse(text))]
+    checks = [node for text in tests.tests for node in _check_functions(ast.parse(text))]
     names = [entry_point, *(node.args.args[0].arg for node in checks)] if entry_point else []
     pieces = list(statements(tests))
     files = {f"tests {i}": ast.unparse(part) for i, (_, part, _) in enumerate(pieces)}
@@ -119,7 +120,7 @@ def _leaves(texts: Iterable[str]) -> list[ast.AST]:
 
 def _parts(tree: ast.Module) -> Iterator[ast.stmt]:
     """Yield the statements of tests, and in place of the function `check` its own."""
-    checks = _checks(tree)
+    checks = _check_functions(tree)
     for node in tree.body:
         match node:
             case ast.Expr(value=ast.Call(func=ast.Name(id="check"))) if checks:
@@ -132,30 +133,27 @@ def _parts(tree: ast.Module) -> Iterator[ast.stmt]:
                 yield node
 
 
-def _checks(tree: ast.Module) -> list[ast.FunctionDef]:
+def _check_functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
 
 
 def _fails(leaves: Sequence[ast.AST], asserting: set[str]) -> bool:
     """Return whether code can fail as a test: it has an assert, or calls a function that contains one."""
-    for leaf in leaves:
-        match leaf:
-            case ast.Assert():
-                return True
-            case ast.Call(func=ast.Name(id=name)) if name in asserting:
-                return True
-            case ast.Call(func=ast.Attribute(attr=name)) if name.startswith("assert"):
-                return True
-    return False
+    calls = [leaf.func for leaf in leaves if isinstance(leaf, ast.Call)]
+    return (
+        any(isinstance(leaf, ast.Assert) for leaf in leaves)
+        or any(isinstance(function, ast.Name) and function.id in asserting for function in calls)
+        or any(isinstance(function, ast.Attribute) and function.attr[:6] == "assert" for function in calls)
+    )
 
 
 def _asserting(leaves: Sequence[ast.AST]) -> set[str]:
     """Return the names of the tests' own functions that contain an assert, or call one that does."""
     definitions = [(leaf.name, list(ast.walk(leaf))) for leaf in leaves if isinstance(leaf, ast.FunctionDef)]
-    found: set[str] = set()
-    while more := {name for name, inner in definitions if name not in found and _fails(inner, found)}:
-        found |= more
-    return found
+    names: set[str] = set()
+    while new := {name for name, inner in definitions if name not in names and _fails(inner, names)}:
+        names |= new
+    return names
 
 
 def _builtin_meant(tests: Asserts) -> str:
@@ -169,9 +167,7 @@ def _builtin_meant(tests: Asserts) -> str:
     called = [leaf.func for leaf in leaves if isinstance(leaf, ast.Call)]
     names = {function.id for function in called if isinstance(function, ast.Name)}
     if len(names) != 1:
-        raise ValueError(
-            f"the tests call no function of the program but {sorted(names)}; name it as entry_point"
-        )
+        raise ValueError(f"the tests call only {sorted(names)}, no function of the program")
     return names.pop()
 
 
@@ -179,12 +175,11 @@ def _caught(leaves: Sequence[ast.AST]) -> Iterator[str]:
     """Yield the names of exceptions that tests expect."""
     for leaf in leaves:
         match leaf:
-            case (
-                ast.ExceptHandler(type=ast.expr() as caught)
-                | ast.Call(
-                    func=ast.Attribute(attr="raises" | "assertRaises" | "assertRaisesRegex"),
-                    args=[caught, *_],
-                )
-            ):
-                for item in ast.walk(caught):
-                    yield from filter(None, [getattr(item, "id", None), getattr(item, "attr", None)])
+            case ast.ExceptHandler(type=ast.expr() as caught):
+                pass
+            case ast.Call(func=ast.Attribute(attr=name), args=[caught, *_]) if name in _RAISES:
+                pass
+            case _:
+                continue
+        for item in ast.walk(caught):
+            yield from filter(None, [getattr(item, "id", None), getattr(item, "attr", None)])

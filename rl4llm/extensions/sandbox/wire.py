@@ -117,9 +117,8 @@ def same(value: Any, expected: Any, float_tolerance: float = 0.0) -> bool:
     if type(value) is not type(expected):
         return False
     if isinstance(value, list | tuple):
-        return len(value) == len(expected) and all(
-            same(one, other, float_tolerance) for one, other in zip(value, expected, strict=True)
-        )
+        pairs = zip(value, expected, strict=False)
+        return len(value) == len(expected) and all(same(*pair, float_tolerance) for pair in pairs)
     if isinstance(value, dict):
         keys = {(type(key), key): key for key in expected}
         return len(value) == len(expected) and all(
@@ -147,11 +146,8 @@ def agrees(value: Any, expected: Any) -> bool:
     if isinstance(value, dict) and isinstance(expected, Mapping):
         texts = {str(key): item for key, item in value.items()}
         named = {str(key): item for key, item in expected.items()}
-        return (
-            len(texts) == len(value)
-            and texts.keys() == named.keys()
-            and all(agrees(item, named[key]) for key, item in texts.items())
-        )
+        matches = len(texts) == len(value) and texts.keys() == named.keys()
+        return matches and all(agrees(item, named[key]) for key, item in texts.items())
     numbers = int | float | Decimal | Fraction
     if isinstance(expected, float) and isinstance(value, numbers) and not isinstance(value, bool):
         return _near(value, expected)
@@ -195,16 +191,16 @@ def _near(value: Any, expected: Any) -> bool:
 
 def _finite(number: Any) -> bool:
     return (
-        math.isfinite(number) if isinstance(number, float) else getattr(number, "is_finite", lambda: True)()
+        math.isfinite(number)
+        if isinstance(number, float)
+        else not isinstance(number, Decimal) or number.is_finite()
     )
 
 
 def _pairs(content: Any) -> dict[Any, Any]:
     pairs = [(decode(key), decode(item)) for key, item in content]
     _hashable([key for key, _ in pairs])
-    if len(dict(pairs)) != len(pairs):
-        raise WireError("a dict with a key twice")
-    return dict(pairs)
+    return _unique(pairs)
 
 
 def _hashable(items: list[Any]) -> list[Any]:
@@ -249,9 +245,7 @@ def _array(dtype: str, items: Any) -> Any:
 
 def _decimal(text: str) -> Decimal:
     """Return a decimal number whose size and exponent are bounded, since `int` of it may take hours."""
-    if len(text) > MAX_DIGITS:
-        raise WireError("a number of many digits")
-    number = Decimal(text)
+    number = Decimal(_bounded(text))
     if number.is_snan():
         raise WireError("a signaling NaN, which raises when it is compared")
     if number.is_finite() and abs(number.adjusted()) > MAX_EXPONENT:
@@ -259,35 +253,32 @@ def _decimal(text: str) -> Decimal:
     return number
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    if len(dict(pairs)) != len(pairs):
         raise WireError("a key twice")
-    return made
+    return dict(pairs)
+
+
+def _bounded(digits: str) -> str:
+    if len(digits) > MAX_DIGITS:
+        raise WireError(f"a number of {len(digits)} digits")
+    return digits
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise WireError(f"an integer of {len(digits)} digits")
-    return int(digits)
+    return int(_bounded(digits))
 
 
 def _number(text: str) -> float:
-    if len(text) > MAX_DIGITS:
-        raise WireError("a number of many digits")
-    return float(text)
+    return float(_bounded(text))
 
 
 def _check_depth(value: Any) -> None:
     """Check the nesting level by level, since it is not trusted."""
     level = [value]
     for _ in range(2 * MAX_DEPTH + 4):  # a dict nests an object, a list of pairs and a pair
-        level = [
-            item
-            for holder in level
-            for item in (holder.values() if isinstance(holder, dict) else holder)
-            if isinstance(item, dict | list)
-        ]
+        items = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return
     raise WireError("a value that is nested too deeply")

@@ -7,7 +7,7 @@ import pytest
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.types import ChatMessage
-from rl4llm.extensions.sandbox import Asserts, Calls, Outcome, Stdin, Suite, TestResult
+from rl4llm.extensions.sandbox import Outcome, TestResult
 from rl4llm.extensions.sandbox.code_reward import CodeReward
 from rl4llm.extensions.sandbox.code_tests import code_in, stored_tests
 from rl4llm.rewards import RewardFailure, as_reward_function
@@ -106,32 +106,21 @@ def test_rows_of_humaneval_mbpp_apps_and_suites_are_understood(sandbox):
      {"files": {"a.py": ""}, "required": []}, {"files": {"a.py": ""}, "required": ["b.py::x"]}, [1, 2]],
 )  # fmt: skip
 def test_tests_in_no_known_layout_are_the_datasets_fault(tests):
-    with pytest.raises(DataError, match=r"does not contain tests.*Accepted: assert statements"):
+    with pytest.raises(DataError):
         stored_tests(tests, {})
     samples = [sample("```python\nx = 1\n```", tests), sample("```python\nx = 1\n```")]
     score(samples, [CodeReward(sandbox=Recorded(Outcome("ok")))])
-    assert "does not contain tests" in samples[0].failure
+    assert samples[0].failure_class == "code/unavailable"
     assert samples[1].failure is None
-
-
-def test_layouts_become_the_right_kind_of_tests():
-    kinds = {
-        "assert f(1) == 1": Asserts,
-        '{"inputs": ["1"], "outputs": ["2"]}': Stdin,
-        '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}': Calls,
-        '{"files": {"a.py": ""}, "required": ["a.py::x"]}': Suite,
-    }
-    for text, kind in kinds.items():
-        assert type(stored_tests(text, {})) is kind
 
 
 def test_sandbox_failure_masks_the_sample():
     reward = CodeReward(sandbox=Recorded(Outcome("infra_error", "no namespaces")))
     samples = [sample(fenced("def double(x): return 2 * x"))]
     scores = score(samples, [reward])
-    assert samples[0].failure == "reward 'code' could not be computed: no namespaces"
+    assert "no namespaces" in samples[0].failure
     assert scores.reward.isnan().all()
-    with pytest.raises(RewardFailure, match="no namespaces"):
+    with pytest.raises(RewardFailure):
         reward([ChatMessage("assistant", fenced("x"))], ASSERTS)
 
 
@@ -140,7 +129,7 @@ def test_a_machine_without_a_sandbox_is_found_before_training(monkeypatch):
     from rl4llm.extensions.sandbox import sandbox as sandbox_module
 
     monkeypatch.setattr(sandbox_module, "find_bwrap", lambda: None)
-    with pytest.raises(RewardError, match=r"(?s)No sandbox for programs.*apt-get install bubblewrap"):
+    with pytest.raises(RewardError):
         check_examples([CodeReward()])
 
 
@@ -185,18 +174,14 @@ def test_replies_that_no_program_is_are_0_and_cost_nothing(reply, sandbox):
     reward = CodeReward(sandbox=sandbox)
     samples = [sample(reply)]
     assert reward.score_batch(samples) == [0.0]
-    assert samples[0].extras["reward_notes"]["code"].partition(":")[0] in (
-        "too_long",
-        "no_code",
-        "model_error",
-    )
+    note = samples[0].extras["reward_notes"]["code"]
+    assert note.partition(":")[0] in ("too_long", "no_code", "model_error")
 
 
 def test_config_passes_its_sandbox_to_the_rewards():
     runner = Recorded(Outcome("ok", tests=(TestResult("a", "ok"),)))
-    reward = as_reward_function(
-        {"name": "code", "label": "mine", "partial": True}, provided={"sandbox": runner}
-    )
+    options = {"name": "code", "label": "mine", "partial": True}
+    reward = as_reward_function(options, provided={"sandbox": runner})
     assert (reward.name, reward.partial, reward.sandbox) == ("mine", True, runner)
     as_reward_function("format", provided={"sandbox": runner})
     reward.close()
