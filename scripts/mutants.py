@@ -83,7 +83,7 @@ ALGORITHMS = _of(
 DATA = _of(
     "data",
     "tests/data",
-    ("image_path_outside", "images.py", "if file.is_relative_to(root) and file.is_file()", "if file.is_file()",
+    ("image_path_outside", "images.py", "file.is_relative_to(directory.resolve())", "True",
      "test_images.py::test_what_is_no_image_within_the_limits_is_refused"),
     ("mean_over_trajectories", "pack.py", "policy_tokens.clip(1) * totals.sequences",
      "policy_tokens.clip(1) * len(prompts)",

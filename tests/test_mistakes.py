@@ -183,15 +183,15 @@ env.remote=localhost:5 env.thoughts=dorp           | env.thoughts='dorp' is not 
 "rewards=['nowhere:f']" | 'nowhere:f' cannot be imported: No module named 'nowhere'. Accepted: a registered name
 "rewards=['broken:f']"                             | 'broken:f' cannot be imported: No module named 'nothing_like_this'
 "rewards=['typo:f']"                               | invalid syntax (typo.py, line 1)
-"rewards=['mine:NoInit']"                          | Accepted: a subclass of BaseRewardFunction, or a function
-"rewards=['mine:Unfinished']" | Reward 'mine:Unfinished' needs the option name ... Next: give `name` a default
+"rewards=['mine:NoInit']"                          | reward 'NoInit' raised TypeError: NoInit() takes no arguments
+"rewards=['mine:Unfinished']" | Reward 'mine:Unfinished' needs the option name
 "rewards=['mine:NoName']"                          | The reward NoName: __init__ must call super().__init__(name)
-"rewards=['mine:Fixed']"                           | The reward Fixed: __call__ must accept all columns of a row. Next: write
+"rewards=['mine:Fixed']"                           | raised TypeError: Fixed.__call__() got an unexpected keyword argument
 "rewards=['mine:raises']"                          | reward 'raises' raised KeyError: 'A' (mine.py:5)
 "rewards=['mine:Bare']"                            | reward 'bare' raised IndexError: list index out of range (mine.py:
 "rewards=['mine:one']"                             | Reward 'one' returned 1.0 for 2 samples. Accepted: a list of 2 numbers
-"rewards=['mine:few']"                             | Reward 'few' returned 1 scores for 2 samples. Return one for each sample
-"rewards=['mine:wants']" | asks for 'level', which the dataset does not have. It can get: completions
+"rewards=['mine:few']" | Reward 'few' returned 1 scores for 2 samples. Accepted: a list of 2 numbers
+"rewards=['mine:wants']" | wants() missing 1 required positional argument: 'level'
 "rewards=['mine:nan']"                             | reward 'nan' returned nan, not a finite number
 "rewards=['mine:text']"                            | reward 'text' returned 'good', not a finite number
 algorithm.name=loss:Nan "rewards=['mine:uneven']"  | Nan returned credits that are not finite ... (loss.py:8)
@@ -362,7 +362,7 @@ IN_PYTHON = {
     "a reward that is a number": (lambda model: {"reward_functions": [1.0]}, "is not a reward"),
     "a reward class of another base": (
         lambda model: {"reward_functions": [type("NoInit", (), {"__call__": lambda self: 0})]},
-        "BaseRewardFunction",
+        "NoInit\\(\\) takes no arguments",
     ),
     "an unknown keyword": (lambda model: {"learning_rat": 1}, "learning_rat"),
 }

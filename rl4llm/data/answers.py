@@ -8,10 +8,9 @@ they are what follows a prompt in a separate column, as a string or as messages.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError
@@ -45,11 +44,19 @@ class _WithAnswers(RowReader):
         column = self.answer_column or "ground_truth"
         return value_at(row, column) if has_column(row, column) else None
 
-    def prompt_beside(self, row: Mapping[str, Any]) -> Messages | None:
-        """Return the prompt of a row with answers; None if it has no separate column."""
+    def prompt_column_of(self, row: Mapping[str, Any]) -> str | None:
+        """Return the column of the prompt of a row with answers; None if it has none."""
         names = ("prompt", "messages", "conversations")
-        column = self.prompt_column or next((name for name in names if row.get(name) is not None), None)
-        return None if column is None else self.prompt(row, column)
+        return self.prompt_column or next((name for name in names if row.get(name) is not None), None)
+
+    def prompt_beside(self, row: Mapping[str, Any]) -> Messages:
+        """Return the prompt of a row with answers, which is in another column."""
+        if (column := self.prompt_column_of(row)) is None:
+            raise DataError(
+                f"the row has no prompt but {', '.join(map(str, row))}. Accepted: a column 'prompt' (another: "
+                "data.prompt_column) beside the answer, whole conversations, or a column 'text' for texts without roles."
+            )
+        return self.prompt(row, column)
 
 
 class Conversations(_WithAnswers):
@@ -58,10 +65,7 @@ class Conversations(_WithAnswers):
     def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
         name = self.prompt_column or next((key for key in PROMPT_COLUMNS if row.get(key) is not None), None)
         if not self.prompt_column and name in ("messages", "conversations"):
-            messages, answers, stored = RowReader.read(self, row)
-            if not messages:
-                raise DataError(f"{name} is empty, so there is nothing to imitate. Remove the row.")
-            return messages, answers, stored
+            return RowReader.read(self, row)
         if name is None and (turns := self.instruction(row)):
             return turns, {}, (_dicts(turns),)
         if name is None and row.get("text") is not None:
@@ -69,21 +73,12 @@ class Conversations(_WithAnswers):
         calling = name is None and bool(row.get(TOOLS)) and {"query", _CALLS} <= row.keys()
         column = self.answer_column or (_CALLS if calling else "completion")
         prompt = self.prompt(row, "query") if calling else self.prompt_beside(row)
-        if prompt is None or not has_column(row, column):
-            raise DataError(
-                "the row has no conversation. Accepted: a column 'messages' or 'conversations'; 'prompt' and "
-                "'completion' (others: data.prompt_column, data.answer_column); 'query', 'tools' and 'answers'; or 'text' "
-                f"for a text without roles. The row has: {', '.join(map(str, row))}."
-            )
         if any(message.role == "assistant" for message in prompt):
             raise DataError("the prompt has answers, which would be learned. Use a column 'messages'.")
         if column == "completion" and str(row.get("label")).lower() == "false":
-            raise DataError(
-                "label=false marks a bad answer, which would be learned. Remove the row, or use kto."
-            )
-        answer = answer_of(row, column)
-        _check_first(column, answer)
-        return [*prompt, *answer], {}, (_dicts([*prompt, *answer]),)
+            raise DataError("label=false marks a bad answer. Remove the row, or use algorithm.name=kto.")
+        whole = [*prompt, *_begun(column, answer_of(row, column))]
+        return whole, {}, (_dicts(whole),)
 
     def instruction(self, row: Mapping[str, Any]) -> Messages | None:
         """Return a row of an instruction, an input that may be empty and an answer; None for other rows."""
@@ -91,11 +86,8 @@ class Conversations(_WithAnswers):
         if answer is None or not isinstance(row.get("instruction"), str):
             return None
         if str(row.get("history") or "").strip("[]()\"', "):
-            raise DataError(
-                "earlier turns in a column 'history' are not read. Write them in a column 'messages'."
-            )
-        names = ("instruction", "input", "context")
-        texts = [_text(name, row[name]) for name in names if row.get(name) not in (None, [], {})]
+            raise DataError("a column 'history' is not read. Write its turns in a column 'messages'.")
+        texts = (row.get(name) or "" for name in ("instruction", "input", "context"))
         prompt = "\n\n".join(text for text in texts if text.strip())
         if self.prompt_template is not None:
             prompt = self.prompt_template.format(prompt=prompt)
@@ -103,38 +95,33 @@ class Conversations(_WithAnswers):
 
     def check(self, messages: Messages) -> None:
         """Raise DataError if nothing can be imitated, or answers follow each other or nothing."""
-        if not messages:  # a text without roles
-            return
-        if not any(message.role == "assistant" for message in messages):
+        roles = [message.role for message in messages]
+        if "assistant" not in roles:
             raise DataError("the conversation has no assistant message, so there is nothing to imitate.")
         self.check_learned(messages)
         check_replies("messages", messages)
-        for number, message in enumerate(messages, start=1):
-            if message.role == "assistant" and (number == 1 or messages[number - 2].role == "assistant"):
-                raise DataError(f"message {number} is the assistant's, and no other before it asks for one.")
+        if ("assistant", "assistant") in pairwise(("assistant", *roles)):
+            raise DataError("a message of the assistant begins the conversation or follows another one.")
 
     def check_learned(self, messages: Messages) -> None:
         """Raise DataError for messages of others that should be learned, or if none of the assistant's is."""
         check_learned("messages", messages)
-        for number, message in enumerate(messages, start=1):
-            if message.learned and message.role != "assistant":
-                raise DataError(
-                    f"message {number}, a {message.role}'s, has a weight. Set algorithm.learn=all."
-                )
+        if any(message.learned and message.role != "assistant" for message in messages):
+            raise DataError("a message that is not the assistant's has a weight. Set algorithm.learn=all.")
 
     def text(self, row: Mapping[str, Any]) -> str:
         """Return a text that is learned as a whole; raise DataError for anything else."""
-        for name in ("system_prompt", "prompt_template"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"data.{name} has no effect on texts (column 'text'). Remove it.")
-        if others := [name for name in _ASKED if row.get(name) not in (None, "")]:
-            raise DataError(
-                f"the row has a 'text', but also {', '.join(others)}. Name prompt and answer with data.prompt_column and "
-                "data.answer_column, or keep only the text."
+        if self.system_prompt is not None or self.prompt_template is not None:
+            raise ConfigError(
+                "data.system_prompt and data.prompt_template have no effect on texts. Remove them."
             )
-        if not (text := _text("text", row["text"])).strip():
+        if columns := [name for name in _ASKED if row.get(name) not in (None, "")]:
+            raise DataError(
+                f"the row has a 'text', but also {', '.join(columns)}. Set data.prompt_column and data.answer_column."
+            )
+        if not row["text"].strip():
             raise DataError("the text is empty. Remove the row.")
-        return text
+        return str(row["text"])
 
 
 class WholeConversations(Conversations):
@@ -145,20 +132,16 @@ class WholeConversations(Conversations):
         first = next(number for number, message in enumerate(messages) if message.role == "assistant")
         for is_answer, run in groupby(messages[first:], lambda message: message.role == "assistant"):
             if not is_answer and len({message.learned is False for message in run}) > 1:
-                raise DataError(
-                    "some messages between two answers have a weight of 0. Give all of them the same."
-                )
+                raise DataError("some messages between two answers have a weight of 0. Give all the same.")
         if not any(map(self.learns, messages[first:])):
-            raise DataError(
-                "nothing of the conversation is learned: no message after the prompt has a weight."
-            )
+            raise DataError("no message after the prompt is learned. Give one a weight, or remove the row.")
 
     def learns(self, message: ChatMessage) -> bool:
         """Return whether a message after the prompt is learned."""
         return message.learned is not False
 
     def text(self, row: Mapping[str, Any]) -> str:
-        raise ConfigError("a text without roles (column 'text') has no turns. Set algorithm.learn=assistant.")
+        raise ConfigError("a text without roles has no turns. Set algorithm.learn=assistant.")
 
 
 class Worlds(WholeConversations):
@@ -172,20 +155,20 @@ class Pairs(_WithAnswers):
     """Read rows with a preferred and a rejected answer to a prompt."""
 
     def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
-        prompt = self.prompt_beside(row)
-        alone = prompt is None
+        alone = self.prompt_column_of(row) is None
         chosen, rejected = (answer_of(row, column, alone=alone) for column in ("chosen", "rejected"))
         if chosen == rejected:
             raise DataError("chosen and rejected are identical, so neither is preferred. Remove the row.")
         if chosen[0].role != "assistant":
-            prompt = _shared_prompt(chosen, rejected, prompt)
+            prompt = _shared_prompt(chosen, rejected, None if alone else self.prompt_beside(row))
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        prompt = _checked_prompt(row, prompt)
+        else:
+            prompt = self.prompt_beside(row)
         for column, answer in (("chosen", chosen), ("rejected", rejected)):
-            _check_first(column, answer)
-            check_learned(column, answer)
+            check_learned(column, _begun(column, answer))
         check_replies("chosen", chosen)  # an empty answer may well be the rejected one
-        answers = {"chosen": _dicts(chosen), "rejected": _dicts(rejected), "margin": _margin(row)}
+        margin = float(row.get("margin") or 0)  # a text in a .csv
+        answers = {"chosen": _dicts(chosen), "rejected": _dicts(rejected), "margin": margin}
         return prompt, answers, (_dicts(prompt), answers)
 
 
@@ -197,7 +180,7 @@ class Comparisons(Pairs):
         messages = (*_dicts(prompt), *answers["chosen"], *answers["rejected"])
         if any("weight" in message for message in messages):
             raise DataError(
-                "a reward model learns one value for a whole conversation. Remove the weights of messages."
+                "a reward model learns one value per conversation. Remove the weights of messages."
             )
         return prompt, answers, stored
 
@@ -206,14 +189,12 @@ class Labels(_WithAnswers):
     """Read rows with a prompt and an answer that is labelled good or bad."""
 
     def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
-        prompt = _checked_prompt(row, self.prompt_beside(row))
-        completion = answer_of(row, "completion")
-        _check_first("completion", completion)
+        prompt = self.prompt_beside(row)
+        completion = _begun("completion", answer_of(row, "completion"))
         check_learned("completion", completion)
-        stored = row.get("label")
-        label = _LABELS.get(str(stored).lower())
+        label = _LABELS.get(str(row.get("label")).lower())
         if label is None:
-            raise DataError(f"label={stored!r:.60} is not accepted. Accepted: true (a good answer) or false.")
+            raise DataError(f"label={row.get('label')!r:.60} is not accepted. Accepted: true or false.")
         if label:
             check_replies("completion", completion)
         answers = {"completion": _dicts(completion), "label": label}
@@ -222,13 +203,9 @@ class Labels(_WithAnswers):
 
 def check_labels(rows: Any, limit: int | None = None) -> None:
     """Raise DataError for labelled answers that are all good or all bad."""
-    labels = {row["label"] for row in rows}
-    if len(labels) == 1:
-        label = labels.pop()
-        more = "" if limit is None else f", or raise data.limit={limit}"
+    if len({row["label"] for row in rows}) == 1:
         raise DataError(
-            f"{rows.source}: all {len(rows)} rows have label={str(label).lower()}. Add rows with "
-            f"label={str(not label).lower()}{more}."
+            f"{rows.source}: all {len(rows)} rows have the same label. Add others, or raise data.limit={limit}."
         )
 
 
@@ -241,10 +218,8 @@ def answer_of(row: Mapping[str, Any], column: str, *, alone: bool = False) -> Me
     if not has_column(row, column):
         names = ", ".join(map(str, row))
         raise DataError(f"the column {column!r} is missing. The row has: {names}. Next: rename the column.")
-    value = messages_in(value_at(row, column), column)
-    if value is None:
-        messages = []
-    elif column == _CALLS and row.get(TOOLS):
+    value = messages_in("" if value_at(row, column) is None else value_at(row, column), column)
+    if column == _CALLS and row.get(TOOLS):
         messages = conversation(column, [{"role": "assistant", "content": "", "tool_calls": value}])
     elif isinstance(value, str):
         messages = (_dialogue(value) if alone else []) or [ChatMessage("assistant", value)]
@@ -266,8 +241,7 @@ def _dialogue(text: str) -> Messages:
 
 def check_replies(column: str, messages: Messages) -> None:
     """Raise DataError for an assistant message without content and tool calls, which would train empty replies."""
-    number = empty_reply(messages)
-    if number:
+    if number := empty_reply(messages):
         raise DataError(f"message {number} of {column} is an empty reply. Fill it in or remove the row.")
 
 
@@ -283,9 +257,9 @@ def check_learned(column: str, messages: Messages) -> None:
     """Raise DataError if each of the assistant's messages has a weight of 0, or a user ends the conversation."""
     if all(message.learned is False for message in messages if message.role == "assistant"):
         raise DataError(f"no message of {column} is learned: each answer has a weight of 0. Remove the row.")
-    if messages[-1].role in ("user", "system"):  # of which a mislabelled answer is the most frequent cause
+    if messages[-1].role in ("user", "system"):  # most often a mislabelled answer
         raise DataError(
-            f"{column} ends with a message of role {messages[-1].role!r}. Correct its role, or remove it."
+            f"{column} ends with a message of the {messages[-1].role}. Correct its role or remove it."
         )
 
 
@@ -299,46 +273,21 @@ def _shared_prompt(chosen: Messages, rejected: Messages, prompt: Messages | None
     following = {side[size].role for side in (chosen, rejected) if len(side) > size}
     if not shared or following != {"assistant"}:
         raise DataError(
-            f"chosen and rejected start from different prompts: they first differ at message {size}, which must be the "
-            "assistant's in both."
+            f"chosen and rejected differ at message {size}, which must be the assistant's in both."
         )
     if prompt is not None:
         adds_system = len(chosen) > len(prompt) and chosen[0].role == "system"  # which the prompt may lack
         start = adds_system and (not prompt or prompt[0].role != "system")
         if chosen[start : len(prompt) + start] != prompt:
-            raise DataError("chosen and rejected are conversations that do not begin with the row's prompt.")
+            raise DataError("chosen and rejected do not begin with the row's prompt. Correct or remove it.")
     return shared
 
 
-def _checked_prompt(row: Mapping[str, Any], prompt: Messages | None) -> Messages:
-    if prompt is None:
-        raise DataError(
-            "the row has no prompt. Accepted: a column 'prompt' or 'messages' (another: data.prompt_column), or whole "
-            f"conversations in 'chosen' and 'rejected'. The row has: {', '.join(map(str, row))}."
-        )
-    return prompt
-
-
-def _check_first(column: str, messages: Messages) -> None:
+def _begun(column: str, messages: Messages) -> Messages:
+    """Return an answer, which begins with a message of the assistant."""
     if not messages or messages[0].role != "assistant":
         raise DataError(f"{column} must continue with an answer of the assistant.")
-
-
-def _margin(row: Mapping[str, Any]) -> float:
-    """Return the margin of a pair, which is text in a .csv; null is 0. Raises DataError for anything else."""
-    try:
-        margin = float(row.get("margin") or 0)
-    except (TypeError, ValueError):
-        margin = math.nan
-    if not 0 <= margin < math.inf:
-        raise DataError(f"margin={row['margin']!r:.60} is not accepted. Accepted: a number, 0 or more.")
-    return margin
-
-
-def _text(column: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"column {column!r} must be a string, not {value!r:.60}.")
-    return value
+    return messages
 
 
 def _dicts(messages: Messages) -> list[dict[str, Any]]:

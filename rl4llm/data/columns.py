@@ -88,10 +88,7 @@ def columns_key(row: Mapping[str, Any], own: Sequence[str]) -> str:
     """
     tools, args = row.get(TOOLS), row.get(TEMPLATE_ARGS)
     if tools and own:
-        raise DataError(
-            f"the row has tools in its column {TOOLS!r}, but prompts show those of the environment: {', '.join(own)}. "
-            "Next step: remove the column, or choose an environment without tools."
-        )
+        raise DataError(f"the row has {TOOLS}, but prompts show those of the environment: {', '.join(own)}.")
     return json.dumps([tools, args], default=str) if tools or args else ""
 
 
@@ -112,9 +109,7 @@ def messages_in(stored: Any, column: str, *, only: bool = False) -> Any:
         return value if isinstance(value, list) and (only or all(map(_says, value))) else stored
     if not _PRINTED.search(stored):
         return stored
-    raise DataError(
-        f"{column}: {stored!r:.60} looks like messages, but is neither JSON nor a list of Python. Write it as JSON."
-    )
+    raise DataError(f"{column}: {stored!r:.60} looks like messages, but is not JSON. Write it as JSON.")
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
@@ -123,21 +118,18 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     Raises DataError for anything else.
     """
     tools = read_json(value, TOOLS) if isinstance(value, str) else value
-    tools = [tools] if isinstance(tools, Mapping) else tools
-    if not isinstance(tools, list | tuple):
-        raise _refused(value)
-    return [_schema(tool) for tool in tools]
+    return [_schema(tool) for tool in ([tools] if isinstance(tools, Mapping) else tools)]
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    if isinstance(tool, str) and tool.lstrip().startswith("{"):
-        tool = read_arguments(tool, TOOLS)
-    if not isinstance(tool, Mapping):
-        raise _refused(tool)
+    tool = read_arguments(tool, TOOLS)
     whole = tool.get("function") is not None
     function = read_arguments(tool["function"], "tools: function") if whole else dict(tool)
     if not isinstance(function.get("name"), str):
-        raise _refused(tool)
+        raise DataError(
+            f"the column {TOOLS!r} is not a list of schemas: {tool!r:.100}. Accepted: functions {{'name': ..., "
+            "'parameters': ...}, bare or within {'type': 'function', 'function': ...}."
+        )
     kind = {"type": "function"} if whole else {"type": function.pop("type", "function")}
     if (named := next((key for key in _PARAMETERS if key in function), None)) and not function.get(
         "parameters"
@@ -163,14 +155,6 @@ def _parameters(value: Any, name: str) -> dict[str, Any]:
             for key, item in properties.items()
         }
     return parameters
-
-
-def _refused(value: Any) -> DataError:
-    return DataError(
-        f"the column {TOOLS!r} is not a list of schemas: {value!r:.100}. Accepted: a list, or its JSON text, of functions "
-        "{'name': ..., 'description': ..., 'parameters': ...}, bare or within {'type': 'function', 'function': ...}. "
-        "Next step: rename the column if it is something else."
-    )
 
 
 def without_nulls(value: Any) -> Any:

@@ -71,10 +71,8 @@ def pair_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> Gr
     """Return the chosen answer with reward 1 and the rejected one with reward -1, both with the pair's margin."""
     extras = {"margin": row.get("margin", 0.0)}
     sides = (("chosen", 1.0), ("rejected", -1.0))
-    return Group(
-        prompt_id,
-        tuple(_answered(renderer, row, column, prompt_id, reward, extras) for column, reward in sides),
-    )
+    pair = (_answered(renderer, row, column, prompt_id, reward, extras) for column, reward in sides)
+    return Group(prompt_id, tuple(pair))
 
 
 def comparison_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> Group:
@@ -85,9 +83,8 @@ def comparison_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str)
 
 def label_group(renderer: Renderer, row: Mapping[str, Any], prompt_id: str) -> Group:
     """Return an answer with reward 1 if it is good and -1 if it is bad, as a group of one."""
-    return Group(
-        prompt_id, (_answered(renderer, row, "completion", prompt_id, 1.0 if row["label"] else -1.0, {}),)
-    )
+    reward = 1.0 if row["label"] else -1.0
+    return Group(prompt_id, (_answered(renderer, row, "completion", prompt_id, reward),))
 
 
 def valued_at_the_end(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
@@ -110,14 +107,12 @@ def _answered(
     column: str,
     prompt_id: str,
     reward: float,
-    extras: Mapping[str, Any],
+    extras: Mapping[str, Any] | None = None,
 ) -> Trajectory:
-    prompt, answer = (
-        [ChatMessage.from_dict(message) for message in row[name]] for name in ("messages", column)
-    )
-    own = renderer.of_row(row)
+    messages = [ChatMessage.from_dict(message) for message in (*row["messages"], *row[column])]
+    size = len(row["messages"])
     return demonstration(
-        own, prompt + answer, prompt_id, prompt_size=len(prompt), reward=reward, extras=extras
+        renderer.of_row(row), messages, prompt_id, prompt_size=size, reward=reward, extras=extras
     )
 
 

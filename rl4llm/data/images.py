@@ -8,7 +8,6 @@ pixels_HWC = store.pixels(image)                      # the same bytes on every 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import os
@@ -146,7 +145,7 @@ class RowImages:
             ]
         if marks != len(self._waiting):
             raise DataError(
-                f"the row has {len(self._waiting)} images beside its messages, whose texts have {marks} times {MARK!r}."
+                f"the row has {len(self._waiting)} images and {marks} times {MARK!r} in its texts."
             )
         return [self._split(message) if MARK in message.content else message for message in messages]
 
@@ -172,7 +171,7 @@ class ImageStore:
     def add(self, pixels_HWC: Pixels) -> Image:
         """Keep pixels (H, W, 3) and return their name."""
         height, width, _ = pixels_HWC.shape
-        digest = hashlib.sha256(f"{height}x{width}:".encode() + pixels_HWC.tobytes()).hexdigest()
+        digest = _digest(pixels_HWC)
         image = Image(digest, height, width)
         if image not in self._added:
             self._unwritten[digest] = pixels_HWC
@@ -190,16 +189,13 @@ class ImageStore:
             kept = self._recent.get(image.digest, self._unwritten.get(image.digest))
         if kept is not None:
             return kept
-        if self._directory is None:
-            raise DataError(f"The image {image.digest[:12]} is not in memory, and the run has no directory.")
-        file = self._directory / f"{image.digest}.png"
+        file = (self._directory or Path(os.devnull)) / f"{image.digest}.png"
         try:
             with PIL.Image.open(file, formats=["PNG"]) as opened:
                 pixels = np.asarray(opened.convert("RGB"), np.uint8)
         except (OSError, ValueError) as error:
             raise DataError(f"The image {file} cannot be read: {error}.") from error
-        found = hashlib.sha256(f"{image.height}x{image.width}:".encode() + pixels.tobytes()).hexdigest()
-        if found != image.digest:
+        if _digest(pixels) != image.digest:
             raise DataError(f"The image {file} is not the one that its name says. Restore the file.")
         self._remember(image.digest, pixels)
         return pixels
@@ -235,60 +231,47 @@ class ImageStore:
             self._unwritten.pop(digest, None)
 
 
+def _digest(pixels_HWC: Pixels) -> str:
+    height, width, _ = pixels_HWC.shape
+    return hashlib.sha256(f"{height}x{width}:".encode() + pixels_HWC.tobytes()).hexdigest()
+
+
 def _picture(value: Any, directory: Path | None) -> Picture:
     if isinstance(value, Picture):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
         return Picture(bytes(value))
     if isinstance(value, Mapping):  # of Arrow, or of OpenAI
-        if value.get("bytes") is not None:
-            return _picture(value["bytes"], directory)
-        name = next((value[key] for key in ("path", "url", "image") if value.get(key) is not None), None)
-        if name is not None:
-            return _picture(name, directory)
+        stored = (value[key] for key in ("bytes", "path", "url", "image") if value.get(key) is not None)
+        if (item := next(stored, None)) is not None:
+            return _picture(item, directory)
     elif isinstance(value, str):
         return _of_text(value, directory)
     elif hasattr(value, "save") and hasattr(value, "mode"):  # an image of Pillow
         file = io.BytesIO()
         value.save(file, format="PNG")
         return Picture(file.getvalue())
-    raise DataError(
-        f"an image cannot be a {type(value).__name__}: {value!r:.60}. Accepted: bytes, {{'bytes': ...}}, a data URI, base64 "
-        "text, a path below the data's directory, or an image of Pillow."
-    )
+    raise DataError(f"an image cannot be {value!r:.60}. Accepted: bytes, a data URI, base64 text, or a path.")
 
 
 def _of_text(text: str, directory: Path | None) -> Picture:
-    if text.startswith("data:"):
-        text = text.partition(",")[2]
-        return Picture(_decoded(text))
-    if "://" in text[:12]:
-        raise DataError(f"the image {text[:80]!r} is an address, and nothing is downloaded. Store the file.")
-    if is_encoded(text):
-        return Picture(_decoded(text))
-    return _of_file(text, directory)
-
-
-def _of_file(text: str, directory: Path | None) -> Picture:
-    if directory is None:
-        raise DataError(f"the image {text[:80]!r} is a path, but the rows come from no directory.")
     try:
-        file, root = (directory / text).resolve(), directory.resolve()
-        # reading a pipe would wait for ever
-        if file.is_relative_to(root) and file.is_file() and file.stat().st_size <= MAX_BYTES:
-            return Picture(file.read_bytes())
+        if text.startswith("data:") or is_encoded(text):
+            return Picture(base64.b64decode(text.rpartition(",")[2], validate=True))
+        if directory is not None:
+            file = (directory / text).resolve()
+            # no address, and no pipe, which would wait for ever
+            if (
+                file.is_relative_to(directory.resolve())
+                and file.is_file()
+                and file.stat().st_size <= MAX_BYTES
+            ):
+                return Picture(file.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"the image {text[:80]!r} cannot be read: {error}.") from error
     raise DataError(
-        f"the image {text[:80]!r} is not a file of at most {MAX_BYTES:,} bytes below {root}, the directory of the data."
+        f"the image {text[:80]!r} is not a file of at most {MAX_BYTES:,} bytes below the directory of the data."
     )
-
-
-def _decoded(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise DataError(f"an image is not base64: {text[:40]!r}.") from error
 
 
 def _opened(picture: Picture) -> Any:
@@ -298,13 +281,11 @@ def _opened(picture: Picture) -> Any:
     try:
         image = PIL.Image.open(io.BytesIO(picture.data), formats=FORMATS)
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        raise DataError(f"the image is no {', '.join(FORMATS)} file: {picture.data[:12]!r}...") from error
+    frames = getattr(image, "n_frames", 1)
+    if image.width * image.height > MAX_PIXELS or max(image.size) > MAX_SIDE or frames > 1:
         raise DataError(
-            f"the image is no {', '.join(FORMATS)} file: {picture.data[:12]!r}... Convert it, or remove the row."
-        ) from error
-    if image.width * image.height > MAX_PIXELS or max(image.size) > MAX_SIDE:
-        raise DataError(
-            f"the image has {image.width} x {image.height} pixels. Accepted: {MAX_PIXELS:,}, {MAX_SIDE:,} a side."
+            f"the image has {image.width} x {image.height} pixels and {frames} frames. Accepted: {MAX_PIXELS:,} pixels, "
+            f"{MAX_SIDE:,} a side, and one frame."
         )
-    if (frames := getattr(image, "n_frames", 1)) > 1:
-        raise DataError(f"the image has {frames} frames. Accepted: one.")
     return image

@@ -56,6 +56,9 @@ ROW_READERS: Mapping[LearnsFrom, str] = {
 SEES: tuple[LearnsFrom, ...] = ("episodes", "demonstrations", "conversations")
 """What algorithms learn from that may have images."""
 
+_OF_ROWS = (LookupError, TypeError, ValueError, AttributeError)
+"""What code raises for a row whose columns hold something else than it reads."""
+
 OR_SKIP = "Or set data.bad_rows=skip to leave out rows with such faults."
 
 
@@ -119,8 +122,11 @@ def load_rows(
         rows.append(pickle.dumps(row, pickle.HIGHEST_PROTOCOL) if of_file else row)
         places.append(where)
     if not rows:
-        skipped = f"all {len(faults)} rows were skipped; the first: {faults[0]}" if faults else ""
-        why = skipped or "the dataset is empty"
+        why = (
+            f"all {len(faults)} rows were skipped; the first: {faults[0]}"
+            if faults
+            else "the dataset is empty"
+        )
         raise DataError(f"{name}: {why} (split {split!r}). Next step: check data.path and data.split.")
     return Rows(tuple(rows), name, tuple(places), tuple(faults))
 
@@ -139,32 +145,23 @@ class RowReader:
     images: RowImages | None = None  # those of the row that is read
 
     def __post_init__(self) -> None:
-        if (template := self.prompt_template) is not None:
-            try:
-                shows = "<the prompt>" in template.format(prompt="<the prompt>")
-            except (LookupError, ValueError, AttributeError):
-                shows = False
-            if not shows:
-                raise ConfigError(
-                    f"data.prompt_template={template!r} has no {{prompt}}, the place of the prompt, or other braces, not "
-                    "written as {{ and }}."
-                )
         try:
-            groups = re.compile(self.answer_pattern or "()").groups
+            if "<the prompt>" not in (self.prompt_template or "{prompt}").format(prompt="<the prompt>"):
+                raise ConfigError("data.prompt_template has no {prompt}, the place of the prompt.")
+            if not re.compile(self.answer_pattern or "()").groups:
+                raise ConfigError("data.answer_pattern has no group around the answer.")
+        except (LookupError, ValueError, AttributeError) as error:
+            reason = "data.prompt_template has other braces than {prompt}. Write them as {{ and }}."
+            raise ConfigError(reason) from error
         except re.error as error:
-            raise ConfigError(
-                f"data.answer_pattern={self.answer_pattern!r} is not a regular expression: {error}."
-            ) from error
-        if not groups:
-            raise ConfigError(f"data.answer_pattern={self.answer_pattern!r} has no group around the answer.")
+            reason = f"data.answer_pattern={self.answer_pattern!r} is not a regular expression: {error}."
+            raise ConfigError(reason) from error
 
     def named(self, row: Any) -> tuple[str, Row]:
         """Return the prompt of a stored row, and its name, which equal rows share; raises DataError for an invalid row."""
         if not isinstance(row, Mapping):
-            raise DataError(
-                f"a row must be a mapping of columns, like {{'prompt': ...}}, not {row!r:.60}. For pandas: "
-                "table.to_dict('records')."
-            )
+            hint = "like {'prompt': ...}; for pandas table.to_dict('records')"
+            raise DataError(f"a row must be a mapping of columns, {hint}, not {row!r:.60}.")
         if row.get(FUNCTIONS) and not row.get(TOOLS):  # the older name of OpenAI
             row = {**row, TOOLS: row[FUNCTIONS]}
         if not self.sees:
@@ -185,7 +182,8 @@ class RowReader:
             pictures = [hashlib.sha256(each.data).hexdigest() for item in messages for each in item.pictures]
             stored = (stored, pictures) if pictures else stored
         messages = self.with_system_prompt(row, messages)
-        self.check(messages)
+        if messages or "text" not in answers:
+            self.check(messages)
         made = {
             "messages": [message.to_dict() for message in messages],
             "ground_truth": self.ground_truth(row),
@@ -193,12 +191,8 @@ class RowReader:
             **shown_columns(row),
         }
         made |= {column: value for column, value in row.items() if column not in {*made, "prompt_id"}}
-        for text in _texts(made):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                around = text[max(0, error.start - 20) : error.start + 20]
-                raise DataError(f"{around!r} has a lone surrogate, which is not Unicode.") from error
+        # a lone surrogate raises UnicodeEncodeError here, and not when a tokenizer reads the row in the middle of a run
+        json.dumps(made, ensure_ascii=False, skipkeys=True, default=lambda value: None).encode()
         text = json.dumps(stored, sort_keys=True, default=_as_text)
         name = str(next((row[key] for key in ("prompt_id", "id") if row.get(key) not in (None, "")), ""))
         return name or hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), made
@@ -212,9 +206,7 @@ class RowReader:
         if self.system_prompt and (own or found):
             raise DataError("the row already has a system message. Leave data.system_prompt unset.")
         if own and len({text.strip() for text in (*own, *found[:1])}) > 1:
-            raise DataError(
-                f"the row has a system message and another in a column ({own[-1]!r:.40}). Keep one."
-            )
+            raise DataError(f"the row has a system message and another in a column ({own[-1]!r:.40}).")
         text = self.system_prompt or (None if found or not own else own[0])
         return [ChatMessage("system", text), *messages] if text and messages else messages
 
@@ -223,9 +215,9 @@ class RowReader:
         given = sorted((name for name in PROMPT_COLUMNS if name in row), key=lambda name: row[name] is None)
         column = self.prompt_column or next(iter(given), None)
         if column is None:
+            names = ", ".join(map(str, row))
             raise DataError(
-                f"the row has no 'messages' or 'prompt' but {', '.join(map(str, row))}. Next step: set data.prompt_column "
-                "to the column of the prompt."
+                f"the row has {names}. Next step: set data.prompt_column to the column of the prompt."
             )
         prompt = self.prompt(row, column)
         answer = self.answer_column or "ground_truth"
@@ -236,11 +228,10 @@ class RowReader:
         """Raise DataError for messages that do not end with one to answer."""
         if messages and messages[-1].role == "assistant":
             raise DataError(
-                "the prompt ends with a message of role 'assistant', which leaves nothing to answer. Remove that "
-                "message, or train on whole conversations with algorithm.name=sft."
+                "the prompt ends with a message of role 'assistant'. Remove that message, or set algorithm.name=sft."
             )
         if not messages or messages[-1].is_empty:
-            raise DataError("the prompt is empty. It must end with a message to answer that is not blank.")
+            raise DataError("the prompt is empty. It must end with a message to answer.")
 
     def ground_truth(self, row: Mapping[str, Any]) -> Any:
         """Return what the rewards compare an answer with; None if the row has none, which some rewards refuse later."""
@@ -252,8 +243,7 @@ class RowReader:
         found = re.search(self.answer_pattern, answer) if isinstance(answer, str) else None
         if found is None or found[1] is None:
             raise DataError(
-                f"column {column!r} does not match data.answer_pattern={self.answer_pattern!r}: "
-                f"{answer!r:.60}. Next: change the pattern, or remove it if the column holds the answer alone."
+                f"column {column!r} does not match data.answer_pattern: {answer!r:.60}. Next: change the pattern."
             )
         return found[1]
 
@@ -264,15 +254,10 @@ class RowReader:
             prompt = messages_in(prompt, column)
         if prompt is None:
             return [ChatMessage("user", "")]
-        if isinstance(prompt, list | tuple) or (column == "messages" and self.prompt_column is None):
+        if not isinstance(prompt, str) or (column == "messages" and self.prompt_column is None):
             if self.prompt_template is not None:
-                raise ConfigError(
-                    f"data.prompt_template wraps a text, but the column {column!r} holds messages. Remove it, or set "
-                    "data.prompt_column to a column of texts."
-                )
+                raise ConfigError(f"data.prompt_template wraps texts, but the column {column!r} has none.")
             return conversation(column, prompt, self.images)
-        if not isinstance(prompt, str):
-            raise DataError(f"column {column!r} must be a string or a list of messages, not {prompt!r:.60}.")
         if prompt.strip() and self.prompt_template is not None:
             prompt = self.prompt_template.format(prompt=prompt)
         return [ChatMessage("user", prompt)]
@@ -313,10 +298,11 @@ def _prompts(
     for where, row in located:
         try:
             name, made = reader.named(row)
-        except DataError as error:
+        except (DataError, *_OF_ROWS) as error:
+            reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}."
             if not skip:
-                raise DataError(f"{where}: {error} {OR_SKIP}") from error
-            faults.append(f"{where}: {error}")
+                raise DataError(f"{where}: {reason} {OR_SKIP}") from error
+            faults.append(f"{where}: {reason}")
             continue
         prompt_id = name
         while prompt_id in used:
@@ -342,16 +328,6 @@ def _column(row: Mapping[str, Any], option: str, column: str) -> Any:
         nested = [f"{name}.{key}" for name, item in row.items() if isinstance(item, Mapping) for key in item]
         raise DataError(f"{unknown(option, column, [*map(str, row), *nested])}")
     return value_at(row, column)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
 
 
 def _is_text(value: Any) -> bool:

@@ -230,7 +230,6 @@ class Frames:
 def unusable(name: str, what: str, reason: str | None) -> TemplateError:
     """Return the error for a template that cannot be used for `what`."""
     return TemplateError(
-        f"The chat template of {name} cannot be used for {what}: {reason}. Accepted: templates whose "
-        "rendering of a conversation grows only at its end. Next step: give the tokenizer another chat template "
-        "(tokenizer.chat_template = ...), or choose an environment without such messages."
+        f"The chat template of {name} cannot be used for {what}: {reason}. Next step: give the tokenizer another chat "
+        "template, whose rendering of a conversation grows only at its end, or choose an environment without such messages."
     )

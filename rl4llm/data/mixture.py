@@ -10,6 +10,7 @@ from typing import Any
 
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.sample import pool_of
+from rl4llm.core.schema import Positive, Share, fits, refusal
 from rl4llm.data.prompts import PromptStream
 
 RATE = 0.2  # weight of a step in the running mean of the success rate
@@ -52,14 +53,10 @@ class MixedPrompts:
         rows: Mapping[str, Sequence[int]] | None = None,
     ):
         for name, weight in weights.items():
-            if not is_weight(weight):
-                raise ConfigError(
-                    f"parts.{name}.weight={weight!r} is not accepted. Accepted: a number above 0."
-                )
-        if curriculum is not None and not (is_weight(curriculum) and curriculum <= 1):
-            raise ConfigError(
-                f"curriculum={curriculum!r} is not accepted. Accepted: above 0 and at most 1, or null for none."
-            )
+            if not fits(weight, Positive):
+                raise ConfigError(refusal(f"parts.{name}.weight", weight, Positive))
+        if not fits(curriculum, Share | None):
+            raise ConfigError(refusal("curriculum", curriculum, Share | None))
         self.streams = dict(streams)
         self.weights = {name: float(weights[name]) for name in self.streams}
         self.batch_size = batch_size
@@ -126,10 +123,9 @@ class MixedPrompts:
         """Continue from `state`; raises CheckpointError if it belongs to other parts."""
         stored = state.get("parts", {})
         if set(stored) != set(self.streams):
-            found = ", ".join(stored) or "no parts"
             raise CheckpointError(
-                f"The parts of this run are {', '.join(self.streams)}, but the checkpoint has {found}. Next step: restore "
-                "the configuration, or start a new run."
+                f"The parts of this run are {', '.join(self.streams)}, those of the checkpoint {', '.join(stored)}. Next "
+                "step: restore the configuration, or start a new run."
             )
         for name, stream in self.streams.items():
             try:
@@ -146,25 +142,12 @@ def pools(rows: Sequence[Mapping[str, Any]], column: str) -> dict[str, list[int]
     >>> pools([{"level": 2}, {"level": 1}, {"level": 2}], "level")
     {'1': [1], '2': [0, 2]}
     """
-    found: dict[str, list[int]] = {}
+    numbers: dict[str, list[int]] = {}
     for number in range(len(rows)):
-        name = pool_of(rows[number], column)
-        if not name:
-            raise ConfigError(
-                f"curriculum={column!r}: row {number} has no value in this column; its columns are "
-                f"{', '.join(rows[number])}. Next step: name a column that each row has."
-            )
-        found.setdefault(name, []).append(number)
-    if len(found) > MAX_POOLS:
+        numbers.setdefault(pool_of(rows[number], column), []).append(number)
+    if "" in numbers or len(numbers) > MAX_POOLS:
+        reason = "some rows have no value there" if "" in numbers else f"it has {len(numbers)} values"
         raise ConfigError(
-            f"curriculum={column!r} has {len(found)} values. Accepted: at most {MAX_POOLS} pools. Next step: name a "
-            "column with fewer values, such as a level."
+            f"curriculum={column!r}: {reason}. Name a column of all rows with at most {MAX_POOLS} values."
         )
-    return dict(sorted(found.items()))
-
-
-def is_weight(value: Any) -> bool:
-    """Return whether a value is a finite number above 0."""
-    return (
-        not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value > 0
-    )
+    return dict(sorted(numbers.items()))

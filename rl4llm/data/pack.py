@@ -76,10 +76,7 @@ class Batching:
         return max(self.max_tokens_per_batch or self.usual_tokens_per_batch, *lengths)
 
     def pack(
-        self,
-        trajectories: Sequence[Trajectory],
-        credits: Sequence[Credit],
-        totals: StepTotals | None = None,
+        self, trajectories: Sequence[Trajectory], credits: Sequence[Credit], totals: StepTotals | None = None
     ) -> list[TrainBatch]:
         """Return the micro-batches of one optimizer step; by default these trajectories are all of it.
 

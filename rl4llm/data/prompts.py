@@ -78,7 +78,7 @@ class PromptStream:
             if name not in state or state[name] != value:
                 raise CheckpointError(
                     f"The prompts of this run have {name}={value}, those of the checkpoint {name}={state.get(name)!r}. "
-                    "Resuming would skip and repeat prompts. Next step: restore the option or dataset, or start a new run."
+                    "Next step: restore the option or dataset, or start a new run."
                 )
         self._consumed = state["consumed"]
 

@@ -211,7 +211,7 @@ class Renderer:
         shape = tuple(role for role, run in runs for _ in list(run)[:2])  # two of a role stand for more
         if not shape or shape[-1] == "assistant":
             raise EnvError(
-                f"New messages must end with a message to answer, but their roles are {roles_of(new_messages)}."
+                f"New messages must end with one to answer, not with roles {roles_of(new_messages)}."
             )
         new = tuple(answering(messages[-1:], new_messages))
         way = self._way(shape, called=any(item.role == "tool" and item.tool_calls for item in new))
@@ -311,7 +311,7 @@ class Renderer:
     def _text(self, messages: Sequence[ChatMessage]) -> str:
         if not messages or messages[-1].role == "assistant":
             raise DataError(
-                f"A prompt must end with a message to answer, but its roles are {roles_of(messages)}."
+                f"A prompt must end with a message to answer, not with roles {roles_of(messages)}."
             )
         system = any(message.role == "system" for message in messages)
         if self._openings[system] is not None:

@@ -132,7 +132,7 @@ class SpecialTokens:
     @cached_property
     def without(self) -> Callable[[str], str]:
         """Leaves out of a text what engines do: the tokens that the tokenizer marks as special."""
-        return partial(_any_of(self._special).sub, "")
+        return partial(any_of(self._special).sub, "")
 
     def stand_in(self, text: str) -> bool:
         """Return whether a text has marks, so that `encode` of this class is needed."""
@@ -141,9 +141,7 @@ class SpecialTokens:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text with marks."""
         if self._nonce.lower() in self._marks_pattern.sub("", text).lower():
-            raise TemplateError(
-                "the template alters the text of messages, so that special tokens in it cannot be escaped"
-            )
+            raise TemplateError("the template alters texts, so that special tokens in it cannot be escaped")
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
             return self._encoded_in_pieces(text)
         twin, names, ids = self._twin
@@ -186,15 +184,15 @@ class SpecialTokens:
 
     @cached_property
     def _added(self) -> re.Pattern[str]:
-        return _any_of(self._tokenizer.get_added_vocab())
+        return any_of(self._tokenizer.get_added_vocab())
 
     @cached_property
     def _patterns(self) -> Mapping[str, re.Pattern[str]]:
         """What is special in the text of a role. The assistant writes some of these tokens itself."""
         return {
-            "user": _any_of(self.control),
-            "tool": _any_of(self.control | self.tool_control),
-            "assistant": _any_of(self.control - self.own),
+            "user": any_of(self.control),
+            "tool": any_of(self.control | self.tool_control),
+            "assistant": any_of(self.control - self.own),
         }
 
     @cached_property
@@ -211,8 +209,8 @@ class SpecialTokens:
     def _mark(self, text: str, role: str = "") -> str:
         if self.mode == "refuse" and role:
             raise SpecialTokenError(
-                f"A message of the role {role!r} contains the special token {text!r}, and data.special_tokens=refuse. "
-                "Next step: remove it from the text, or set data.special_tokens=escape to encode it as ordinary text."
+                f"A message of the role {role!r} contains the special token {text!r}. Remove it from the text, or "
+                "set data.special_tokens=escape to encode it as ordinary text."
             )
         if text not in self._marks:
             mark = f"{self._nonce}{len(self._marks):06d}"
@@ -286,19 +284,7 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["merges"] = [pair for pair in pairs if not gone & {*pair, "".join(pair)}]
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds the longest of some texts."""
     longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile(_tree(longest_first) if longest_first else r"(?!)")
-
-
-def _tree(texts: Iterable[str]) -> str:
-    """Return the texts as a regular expression that reads each character once."""
-    heads: dict[str, list[str]] = {}
-    for text in texts:
-        heads.setdefault(text[:1], []).append(text[1:])
-    optional = "?" if heads.pop("", None) is not None else ""
-    inner = "|".join(
-        re.escape(head) + (_tree(rest) if any(rest) else "") for head, rest in sorted(heads.items())
-    )
-    return f"(?:{inner}){optional}" if len(heads) > 1 or (optional and inner) else inner
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -28,7 +28,7 @@ from rl4llm.data.messages import (
     unread_args,
     with_description,
 )
-from rl4llm.data.special import SpecialTokens, encoded, framed
+from rl4llm.data.special import SpecialTokens, any_of, encoded, framed
 
 Shape = tuple[str, ...]
 """The roles of the messages between two turns of the policy, e.g. ("tool", "tool")."""
@@ -95,13 +95,14 @@ class ChatTemplate:
         self._source = source
         self.notes = unread_args(self._args, source)  # what users should know; probes add more
         self.losses: dict[Any, str | None] = {}  # what prompts of each form lose, see `whole_prompt`
-        taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-        for name in self._args:
-            if name in taken - {"documents", "kwargs"}:
-                raise ConfigError(
-                    f"env.template_args: {name!r} is not accepted: it is a parameter of apply_chat_template. Accepted: "
-                    "variables of the template, such as enable_thinking."
-                )
+        taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {
+            "documents",
+            "kwargs",
+        }
+        if names := taken.intersection(self._args):
+            raise ConfigError(
+                f"env.template_args: {names} are parameters of apply_chat_template, not variables."
+            )
         self._variables = {"documents": None, **tokenizer.special_tokens_map, **plain(self._args)}
         self.special = (
             SpecialTokens(tokenizer, self._rendered, special) if isinstance(special, str) else special
@@ -130,8 +131,7 @@ class ChatTemplate:
         """Return a message as this template reads it; raise TemplateError for a thought that it does not render."""
         if message.reasoning and not self._shows_reasoning:
             raise TemplateError(
-                "the template does not render a thought beside the content (reasoning_content, reasoning, thinking). Put it "
-                "into the content, as the model writes thoughts, or remove it"
+                "the template does not render a thought beside the content. Put it into the content"
             )
         return shown_message(message, self._call_form if message.tool_calls else None)
 
@@ -144,8 +144,7 @@ class ChatTemplate:
         """
         if not history or history[-1].role != "assistant":
             raise EnvError(
-                f"{self.name}: new messages depend on the conversation so far, which must be given (`messages`) and end "
-                "with the assistant's message that they follow."
+                f"{self.name}: `messages` must end with the assistant's message that new messages follow."
             )
         mark = _REPLY
         while any(mark in message.content for message in (*history, *new)):
@@ -268,20 +267,19 @@ class ChatTemplate:
 
     def on_another_day(self) -> ChatTemplate:
         """Return the same template with a later date."""
-        other = ChatTemplate(self.tokenizer, self.tools, self._args, day=ANOTHER_DAY, special=self.special)
-        return other.calling() if self.calls else other
+        return self._again(self.tools, ANOTHER_DAY)
 
     def without_tools(self) -> ChatTemplate:
         """Return the same template without tools."""
-        if not self.tools:
-            return self
-        other = ChatTemplate(self.tokenizer, None, self._args, special=self.special)
-        return other.calling() if self.calls else other
+        return self._again(None) if self.tools else self
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         """Return the same template with tools."""
-        other = ChatTemplate(self.tokenizer, tools, self._args, special=self.special)
-        other.notes = self.notes
+        return self._again(tools)
+
+    def _again(self, tools: Sequence[Mapping[str, Any]] | None, day: datetime = PINNED_DAY) -> ChatTemplate:
+        other = ChatTemplate(self.tokenizer, tools, self._args, day, self.special)
+        other.calls, other.notes = self.calls, self.notes
         return other
 
     @property
@@ -300,7 +298,6 @@ class ChatTemplate:
     def describing(self, example: str) -> ChatTemplate:
         """Return the same template with its tools described in the system prompt, or in the first message if it has none."""
         other = copy.copy(self.without_tools())
-        other.notes = self.notes
         asked = [message.to_dict() for message in opening(system=True)]
         text = self._rendered(asked, prompt=True) or ""
         other._in_system = all(row["content"] in text for row in asked)
@@ -330,8 +327,7 @@ class ChatTemplate:
 
     @cached_property
     def _token_pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(self._added, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        return any_of(self._added)
 
     def _rendered(
         self, rows: Sequence[Mapping[str, Any]], *, prompt: bool = False, tools: Any = None
@@ -358,20 +354,18 @@ class ChatTemplate:
         return chat_template_utils._compile_jinja_template(self._source)
 
     def _checked_source(self) -> str:
-        if not self.tokenizer.chat_template:
-            raise TemplateError(
-                f"The tokenizer {self.name} has no chat template. Take the model's instruct version, or set "
-                "tokenizer.chat_template to a Jinja template and save the tokenizer again."
-            )
         if self.tokenizer.pad_token_id is None:
             raise ModelError(
                 f"The tokenizer {self.name} has no pad token. Set one that it already has, for example model.pad_token="
-                f"{self.tokenizer.eos_token or '<|endoftext|>'!r} or tokenizer.pad_token = tokenizer.eos_token."
+                f"{self.tokenizer.eos_token or '<|endoftext|>'!r}."
             )
         try:
             return self.tokenizer.get_chat_template(tools=self.tools)
         except ValueError as error:
-            raise TemplateError(f"The tokenizer {self.name} has no default chat template: {error}") from error
+            reason = "Take the model's instruct version, or set tokenizer.chat_template and save the tokenizer again."
+            raise TemplateError(
+                f"The tokenizer {self.name} has no chat template of its own. {reason}"
+            ) from error
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -39,9 +39,7 @@ def text_chunks(rows: Sequence[Mapping[str, Any]], tokenizer: Any, special_token
     for number, row in enumerate(rows):
         where = place(rows, number)
         if row["messages"]:
-            raise DataError(
-                f"{where} is a conversation among texts without roles. Train on each in its own run."
-            )
+            raise DataError(f"{where} is a conversation among texts. Train on each in its own run.")
         try:
             marked = special.marked(row["text"], "user")
         except DataError as error:

@@ -43,8 +43,7 @@ def check_thoughts(template: ChatTemplate, thoughts: str, *, drops: bool) -> Non
         raise ConfigError(f"env.thoughts={thoughts!r} is not accepted. Accepted: {', '.join(THOUGHTS)}.")
     if drops and thoughts == "refuse":
         raise TemplateError(
-            f"The chat template of {template.name} drops thoughts of earlier turns, and env.thoughts=refuse. Next step: set "
-            "env.thoughts=drop to train on prompts as the template renders them, or env.thoughts=keep."
+            f"The chat template of {template.name} drops thoughts of earlier turns. Set env.thoughts=drop or keep."
         )
     if drops and thoughts == "keep":
         template.notes.add(

@@ -12,6 +12,7 @@ with one number of tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -53,6 +54,8 @@ class Vision:
     Attributes:
         placeholder: the id of the token that stands for an image in the template's rendering.
         media: that id, and the one of videos.
+        see: returns the image that the model sees of a picture.
+        fit: returns the height and width that the processor makes of those of an image.
         axes: the number of axes of a position: 3 (time, row, column) or 1.
     """
 
@@ -67,14 +70,10 @@ class Vision:
         text = self.config.get_text_config()
         rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
         self.axes = 3 if "mrope_section" in rope else 1
-        self._see = lru_cache(MAX_SEEN)(self._seen)
-        self._fit = lru_cache(MAX_SEEN)(self._fitted)
+        self.see = lru_cache(MAX_SEEN)(self._see)
+        self.fit = lru_cache(MAX_SEEN)(self._fit)
         self._length = fixed_tokens(self.config)
         self._check()
-
-    def see(self, picture: Picture) -> Image:
-        """Return the image that the model sees; raises DataError for one that cannot be read or is out of proportion."""
-        return self._see(picture)
 
     def probe(self) -> tuple[list[int], tuple[ImagePlace, ...]]:
         """Return a few tokens with a small image of noise among them, the same in every run, and its place."""
@@ -106,16 +105,11 @@ class Vision:
             spread += [token] * (places[-1].length if token == self.placeholder else 1)
         return TokenSpan.context(spread, places)
 
-    def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width that the processor makes of an image of this size."""
-        return self._fit(height, width)
-
     def tokens(self, image: Image) -> int:
         """Return the number of tokens that stand for an image."""
         if self._length:
             return self._length
-        rows, columns = self._grid(image)
-        return rows * columns
+        return math.prod(self._grid(image))
 
     def positions(self, length: int, places: Sequence[ImagePlace]) -> NDArray[np.int64]:
         """Return the positions (length, axes) of a sequence's tokens.
@@ -146,16 +140,16 @@ class Vision:
         )
         return {name: made[name] for name in INPUTS if name in made}
 
-    def _seen(self, picture: Picture) -> Image:
+    def _see(self, picture: Picture) -> Image:
+        """Return the image that the model sees; raises DataError for one that cannot be read or is out of proportion."""
         return self.store.add(canonical(picture, self.fit, int(self._processor.resample)))
 
-    def _fitted(self, height: int, width: int) -> tuple[int, int]:
+    def _fit(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width that the processor makes of an image of this size."""
         try:
             made = self._made(np.zeros((height, width, 3), np.uint8))
         except ValueError as error:
-            raise DataError(
-                f"the image of {height} x {width} pixels is refused by the model: {error}."
-            ) from error
+            raise DataError(f"the model refuses an image of {height} x {width} pixels: {error}.") from error
         if self._length:
             *_, height, width = np.shape(made["pixel_values"])
             return height, width
@@ -195,22 +189,15 @@ class Vision:
             same = False
         if not same:
             raise ModelError(
-                f"model.vision: {type(self.config).__name__} in {self._path!r} is not supported: its image processor does "
-                "more than resize an image once, to a grid of patches or to one size. Switch crops and tiles off in "
-                "preprocessor_config.json (crop_to_patches, do_pan_and_scan), or use Qwen2-VL to Qwen3.5, InternVL or "
-                "Gemma 3."
+                f"model.vision: the image processor of {self._path!r} does more than resize an image once, to a grid of "
+                "patches or to one size. Switch crops and tiles off in preprocessor_config.json, or use another family."
             )
 
     @cached_property
     def _processor(self) -> Any:
-        try:
-            return AutoImageProcessor.from_pretrained(
-                self._path, local_files_only=Path(self._path).is_dir(), backend="pil"
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(
-                f"model.vision: {self._path!r} has no image processor that can be read (preprocessor_config.json): {error}."
-            ) from error
+        return AutoImageProcessor.from_pretrained(
+            self._path, local_files_only=Path(self._path).is_dir(), backend="pil"
+        )
 
 
 def _noise(height: int, width: int) -> Pixels:

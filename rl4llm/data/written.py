@@ -54,14 +54,10 @@ def written_turn(
     ):
         return raw, end or ""
     if not message.tool_calls and not message.content.startswith(opened):
-        raise DataError(
-            f"The generation prompt opens {opened!r}, but message {number}, the assistant's, begins with "
-            f"{message.content[:30]!r}. Next step: put the thought, with {opened!r}, into the message, or switch thinking "
-            "off with env.template_args if the template has an argument for it."
-        )
+        reason = f"the generation prompt opens {opened!r}, but it begins with {message.content[:30]!r}"
+    step = _CALLS_IN_TEXT if message.tool_calls else _OTHER_TEXT
     raise DataError(
-        f"The chat template of {template.name} cannot be used for message {number}: {reason}. Next step: "
-        f"{_CALLS_IN_TEXT if message.tool_calls else _OTHER_TEXT}."
+        f"The chat template of {template.name} cannot be used for message {number}: {reason}. Next step: {step}."
     )
 
 

@@ -62,12 +62,11 @@ def ask(
             "%s on a batch of %d; asking sample by sample.", _raised(reward_function, raw), len(samples)
         )
         raw = [raw] * len(samples)
-    pairs = zip(samples, raw, strict=True)
-    raw = [
-        _alone(reward_function, sample, patience) if _is_raised(value) else value for sample, value in pairs
-    ]
-    check = _checked_turns if reward_function.per_turn else _checked
-    return [check(reward_function.name, value, sample) for sample, value in zip(samples, raw, strict=True)]
+    scores = []
+    for sample, value in zip(samples, raw, strict=True):
+        result = _alone(reward_function, sample, patience) if _is_raised(value) else value
+        scores.append(_checked(reward_function, result, sample))
+    return scores
 
 
 def as_number(value: Any) -> float:
@@ -82,16 +81,13 @@ def as_number(value: Any) -> float:
 
 def as_list(name: str, scores: Any, expected: int) -> list[Any]:
     """Return a reward's scores for a batch as a list; raises RewardError unless there are `expected` of them."""
-    if isinstance(scores, Tensor) or type(scores).__module__ == "numpy":
-        scores = scores.tolist()
-    if not isinstance(scores, list | tuple):
-        raise RewardError(
-            f"Reward {name!r} returned {brief(scores)} for {expected} samples. Accepted: a list of {expected} numbers."
-        )
-    if len(scores) != expected:
-        raise RewardError(
-            f"Reward {name!r} returned {len(scores)} scores for {expected} samples. Return one for each sample."
-        )
+    scores = _plain(scores)
+    if not isinstance(scores, list | tuple) or len(scores) != expected:
+        result = f"{len(scores)} scores" if isinstance(scores, list | tuple) else brief(scores)
+        accepted = f"Accepted: a list of {expected} numbers."
+        raise RewardError(f"Reward {name!r} returned {result} for {expected} samples. {accepted}")
+    for error in (score for score in scores if isinstance(score, RewardError)):  # it broke its contract
+        raise error
     return list(scores)
 
 
@@ -146,7 +142,7 @@ def _run(
         return result[0]
     if isinstance(result[0], BaseException):  # an interruption concerns the whole program
         raise result[0]
-    return _raising(as_list(reward_function.name, result[0], len(samples)))
+    return as_list(reward_function.name, result[0], len(samples))
 
 
 @contextlib.contextmanager
@@ -162,45 +158,33 @@ def _lending_copies(samples: Sequence[SampleState]) -> Iterator[None]:
             sample.messages = messages
 
 
-def _raising(scores: list[Any]) -> list[Any]:
-    """Return the scores; raise a RewardError among them, which means that the reward broke its contract."""
-    for error in filter(lambda score: isinstance(score, RewardError), scores):
-        raise error
-    return scores
-
-
 def _late(reward_function: BaseRewardFunction, num_samples: int, patience: Patience) -> Broken:
     late = f"reward {reward_function.name!r} took more than {patience.timeout_s:g} s on {num_samples} samples"
     return Broken("timeout", late)
 
 
-def _checked(name: str, value: Any, sample: SampleState) -> list[float] | Broken:
+def _checked(reward: BaseRewardFunction, value: Any, sample: SampleState) -> list[float] | Broken:
+    """Return the score, or those of the turns, if they are finite numbers, else why they are not."""
     if isinstance(value, Broken):
         return value
-    if isinstance(value, RewardFailure):
-        return Broken("unavailable", f"reward {name!r} could not be computed: {value}")
-    number = as_number(value)
-    if math.isfinite(number):
-        return [number]
-    return Broken("invalid", f"reward {name!r} returned {brief(value)}, not a finite number")
-
-
-def _checked_turns(name: str, value: Any, sample: SampleState) -> list[float] | Broken:
-    if isinstance(value, Broken | RewardFailure):
-        return _checked(name, value, sample)
-    turns = len(policy_messages(sample))
-    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
-        value = value.tolist()
-    if not isinstance(value, list | tuple) or len(value) != turns:
-        accepted = f"{turns} turns of the policy; a list with a number for each is accepted"
-        return Broken("invalid", f"reward {name!r} returned {brief(value)} for {accepted}")
-    numbers: list[float] = []
-    for turn in value:
-        checked = _checked(name, turn, sample)
-        if isinstance(checked, Broken):
-            return checked
-        numbers += checked
+    alone, turns = not reward.per_turn or isinstance(value, Exception), len(policy_messages(sample))
+    value = value if alone else _plain(value)
+    if not alone and not (isinstance(value, list | tuple) and len(value) == turns):
+        reason = f"reward {reward.name!r} returned {brief(value)}, not a list of {turns} numbers, one for each turn"
+        return Broken("invalid", reason)
+    values = [value] if alone else value
+    for failure in (item for item in values if isinstance(item, RewardFailure)):
+        return Broken("unavailable", f"reward {reward.name!r} could not be computed: {failure}")
+    numbers = [as_number(item) for item in values]
+    for item, number in zip(values, numbers, strict=True):
+        if not math.isfinite(number):
+            return Broken("invalid", f"reward {reward.name!r} returned {brief(item)}, not a finite number")
     return numbers
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor or an array as a number or a list of numbers."""
+    return value.tolist() if isinstance(value, Tensor) or type(value).__module__ == "numpy" else value
 
 
 def _watched(name: str, num_samples: int, slow_after_s: float) -> AbstractContextManager[None]:

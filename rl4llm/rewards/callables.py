@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState, Score
 from rl4llm.core.base_reward import BaseBatchReward, final_reply, number_text, policy_messages
 from rl4llm.core.errors import ConfigError, RewardError, unknown, unnamed
-from rl4llm.core.schema import check_values
+from rl4llm.core.schema import check_values, fits, refusal
 from rl4llm.core.tables import REWARDS
 from rl4llm.runtime.runner import all_together
 
@@ -33,20 +32,19 @@ def as_reward_function(
     Raises ConfigError for unknown names and options, RewardError for anything else.
     """
     if isinstance(obj, BaseRewardFunction):
-        return _made(obj)
+        return obj
     if isinstance(obj, str):
         return _build(obj, REWARDS[obj], {}, name, provided)
     if isinstance(obj, Mapping):
         options = dict(obj)
         key, label, success_at = _key_of(options)
-        made = _build(key, REWARDS[key], options, name or label, provided)
-        made.success_at = made.success_at if success_at is None else success_at
-        return made
+        reward = _build(key, REWARDS[key], options, name or label, provided)
+        reward.success_at = reward.success_at if success_at is None else success_at
+        return reward
     if callable(obj):
         return _build(getattr(obj, "__name__", type(obj).__name__), obj, {}, name)
     raise RewardError(
-        f"{obj!r:.200} is not a reward. Accepted: a BaseRewardFunction, a registered name ({', '.join(REWARDS)}), "
-        "'package.module:Thing', a mapping with 'name' and options, or a function f(completions, **columns) -> list[float]."
+        f"{obj!r:.200} is not a reward. Accepted: an object, a name, a mapping or a function of rewards."
     )
 
 
@@ -55,12 +53,8 @@ def check_reward(spec: str | Mapping[str, Any]) -> None:
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     key, label, _ = _key_of(options)
     item = REWARDS[key]
-    _refuse_other_class(key, item)
-    if not (inspect.isclass(item) and issubclass(item, BaseRewardFunction)):
-        _check_options(key, {}, options)
-        return
-    _check_class_options(key, item, options | ({"name": label} if label else {}))
-    for option in item.rewards_among_options:
+    _check_options(key, item, options | ({"name": label} if label and _is_class(item) else {}))
+    for option in item.rewards_among_options if _is_class(item) else ():
         if isinstance(options.get(option), str | Mapping):
             check_reward(options[option])
 
@@ -104,19 +98,18 @@ class BatchCallable(BaseBatchReward):
         self.needs_ground_truth = truth is not None and truth.default is truth.empty
 
     def score_batch(self, samples: Sequence[SampleState]) -> Sequence[Score | Exception]:
-        """Return the function's scores; raises RewardError if it needs a column that the dataset lacks."""
+        """Return the function's scores."""
         available = self.columns(samples)
         kinds = {name: parameter.kind for name, parameter in self.parameters.items()}
-        if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        if not takes_any:
             available = {name: column for name, column in available.items() if name in kinds}
         completions = self.completions(samples)
-        takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
         only_by_name = set(kinds.values()) <= {inspect.Parameter.VAR_KEYWORD} or (self.by_name and takes_any)
         by_name = kinds["completions"] in _NAMED if "completions" in kinds else only_by_name
         positional = [] if by_name else [completions]
         if by_name:
             available["completions"] = completions
-        self._check_columns(available, samples, len(positional))
         scores = self.function(*positional, **available)
         if not isinstance(scores, Coroutine):
             return scores
@@ -148,21 +141,6 @@ class BatchCallable(BaseBatchReward):
     def examples(self) -> Sequence[RewardExample]:
         return self._examples
 
-    def _check_columns(
-        self, available: Mapping[str, Any], samples: Sequence[SampleState], num_positional: int
-    ) -> None:
-        required = [
-            parameter.name
-            for parameter in list(self.parameters.values())[num_positional:]
-            if parameter.kind in _NAMED and parameter.default is parameter.empty
-        ]
-        missing = [name for name in required if name not in available]
-        if missing:
-            raise RewardError(
-                f"Reward {self.name!r} asks for {', '.join(map(repr, missing))}, which the dataset does not have. "
-                f"It can get: completions, {', '.join(sorted(self.columns(samples)))}."
-            )
-
 
 def _key_of(options: dict[str, Any]) -> tuple[str, str | None, float | None]:
     """Pop the registered name, the name for the log and the score of a success from the options."""
@@ -170,90 +148,44 @@ def _key_of(options: dict[str, Any]) -> tuple[str, str | None, float | None]:
     key, label, success_at = (options.pop(name, None) for name in ("name", "label", "success_at"))
     if not isinstance(key, str):
         raise ConfigError(unnamed("A reward", spec, REWARDS))
-    number = isinstance(success_at, int | float) and not isinstance(success_at, bool)
-    if success_at is not None and not (number and math.isfinite(success_at)):
-        raise ConfigError(
-            f"rewards: success_at={success_at!r} of {key!r} is not accepted. Accepted: a finite number, the lowest score of "
-            "a success."
-        )
+    if not fits(success_at, float | None):
+        raise ConfigError(refusal(f"rewards.{key}.success_at", success_at, float | None))
     return key, label, success_at
 
 
 def _build(
     key: str, item: Any, options: dict[str, Any], name: str | None, provided: Mapping[str, Any] | None = None
 ) -> BaseRewardFunction:
-    if isinstance(item, BaseRewardFunction):
-        _check_options(key, {}, options)
-        return _made(item)
-    if inspect.isclass(item) and issubclass(item, BaseRewardFunction):
-        named = options | ({"name": name} if name else {})
-        parameters = _check_class_options(key, item, named)
-        inner = {option: named[option] for option in item.rewards_among_options if option in named}
-        named |= {option: as_reward_function(reward, provided=provided) for option, reward in inner.items()}
-        provided = provided or {}
-        return _made(item(**{key: provided[key] for key in provided if key in parameters} | named))
-    _refuse_other_class(key, item)
-    _check_options(key, {}, options)
-    if not callable(item):
-        raise RewardError(
-            f"rewards.name={key!r} is {item!r:.200}, which is neither a BaseRewardFunction nor a function."
-        )
-    return BatchCallable(item, name or getattr(item, "__name__", type(item).__name__).strip("<>"))
-
-
-def _refuse_other_class(key: str, item: Any) -> None:
-    """Raise ConfigError for a class of another base: calling it would make an object and not a score."""
-    if inspect.isclass(item) and not issubclass(item, BaseRewardFunction):
-        raise ConfigError(
-            f"The reward {key!r} is the class {item.__name__}. Accepted: a subclass of BaseRewardFunction, or a function "
-            "f(completions, **columns) -> list[float]."
-        )
-
-
-def _check_class_options(
-    key: str, item: type[BaseRewardFunction], named: Mapping[str, Any]
-) -> Mapping[str, inspect.Parameter]:
-    parameters = inspect.signature(item).parameters
-    _check_options(key, parameters, named)
-    check_values(f"rewards.{key}", item, named)
-    _check_call(item)
-    return parameters
-
-
-def _made(reward: BaseRewardFunction) -> BaseRewardFunction:
-    """Return a reward; raise ConfigError if its class breaks the contract."""
-    kind = type(reward)
-    _check_call(kind)
+    if not _is_class(item):
+        _check_options(key, item, options)
+        if isinstance(item, BaseRewardFunction):
+            return item
+        return BatchCallable(item, name or getattr(item, "__name__", type(item).__name__).strip("<>"))
+    named = options | ({"name": name} if name else {})
+    _check_options(key, item, named)
+    inner = {option: named[option] for option in item.rewards_among_options if option in named}
+    named |= {option: as_reward_function(reward, provided=provided) for option, reward in inner.items()}
+    accepted, provided = inspect.signature(item).parameters, provided or {}
+    parts = {part: provided[part] for part in provided if part in accepted}  # each is made when it is read
+    reward: BaseRewardFunction = item(**parts | named)
     if not hasattr(reward, "name"):
-        raise ConfigError(f"The reward {kind.__name__}: __init__ must call super().__init__(name).")
+        raise ConfigError(f"The reward {item.__name__}: __init__ must call super().__init__(name).")
     return reward
 
 
-def _check_call(kind: type[BaseRewardFunction]) -> None:
-    called = inspect.signature(kind.__call__, follow_wrapped=False).parameters.values()
-    if kind.score_batch is BaseRewardFunction.score_batch and all(
-        parameter.kind is not parameter.VAR_KEYWORD for parameter in called
-    ):
-        raise ConfigError(
-            f"The reward {kind.__name__}: __call__ must accept all columns of a row. Next: write __call__(self, messages, "
-            "ground_truth, **columns)."
-        )
+def _is_class(item: Any) -> TypeGuard[type[BaseRewardFunction]]:
+    return inspect.isclass(item) and issubclass(item, BaseRewardFunction)
 
 
-def _check_options(key: str, accepted: Mapping[str, inspect.Parameter], options: Mapping[str, Any]) -> None:
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
-        return
-    for option in options:
-        if option not in accepted:
-            known = {*accepted, "name", "label", "success_at", "weight"} - {option}
-            raise ConfigError(unknown(f"An option of reward {key!r}", option, known))
-    missing = [
-        parameter.name
-        for parameter in accepted.values()
-        if parameter.kind in _NAMED and parameter.default is parameter.empty and parameter.name not in options
-    ]
-    if missing:
-        step = " Next: give `name` a default in the class's __init__." if missing == ["name"] else ""
-        raise ConfigError(
-            f"Reward {key!r} needs the option {', '.join(missing)}. It accepts: {', '.join(accepted)}.{step}"
-        )
+def _check_options(key: str, item: Any, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that a class of rewards does not take, and for any of other rewards."""
+    accepted = inspect.signature(item).parameters if _is_class(item) else {}
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in accepted.values()):
+        known = {*accepted, "name", "label", "success_at", "weight"}
+        for option in options.keys() - accepted.keys():
+            raise ConfigError(unknown(f"An option of reward {key!r}", option, known - {option}))
+        required = (name for name in accepted if accepted[name].default is inspect.Parameter.empty)
+        if missing := [name for name in required if name not in options]:
+            names = f"{', '.join(missing)}. It accepts: {', '.join(accepted)}"
+            raise ConfigError(f"Reward {key!r} needs the option {names}.")
+    check_values(f"rewards.{key}", item, options)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from rl4llm.core.base_env import RewardExample, SampleState
 from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
-from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import ChatMessage
 
 
@@ -37,13 +36,6 @@ class FormatReward(BaseBatchReward):
         think_opened: bool = False,
     ):
         super().__init__(name)
-        for option, tag in (("think", think), ("answer", answer or think + "_")):
-            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_\-]*", tag):
-                raise ConfigError(
-                    f"rewards.{name}.{option}={tag!r} is not accepted: letters, digits, '_' and '-'."
-                )
-        if think == answer:
-            raise ConfigError(f"rewards.{name}: think and answer are both {think!r}; the tags must differ.")
         self.think = think
         self.answer = answer
         self.score = float(score)
@@ -61,11 +53,9 @@ class FormatReward(BaseBatchReward):
         return [RewardExample([ChatMessage("assistant", text)], "4", score) for text, score in texts]
 
     def _holds(self, reply: str) -> bool:
-        inside = rf"(?=\s*+[^<\s]|\s*+<(?!/?(?:{self._tags})>))(?:(?!</?(?:{self._tags})>).)++"
-        answer = rf"\s*<{self.answer}>{inside}</{self.answer}>" if self.answer else inside
-        opening = "" if self.think_opened else rf"\s*<{self.think}>"
-        return re.fullmatch(rf"{opening}{inside}</{self.think}>{answer}\s*", reply, re.DOTALL) is not None
-
-    @property
-    def _tags(self) -> str:
-        return "|".join(filter(None, (self.think, self.answer)))
+        think, tag = re.escape(self.think), re.escape(self.answer)
+        tags = "|".join(filter(None, (think, tag)))
+        inside = rf"(?=\s*+[^<\s]|\s*+<(?!/?(?:{tags})>))(?:(?!</?(?:{tags})>).)++"
+        answer = rf"\s*<{tag}>{inside}</{tag}>" if tag else inside
+        opening = "" if self.think_opened else rf"\s*<{think}>"
+        return re.fullmatch(rf"{opening}{inside}</{think}>{answer}\s*", reply, re.DOTALL) is not None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.base_reward import policy_messages, policy_tokens
-from rl4llm.core.errors import ConfigError, RewardError
+from rl4llm.core.errors import RewardError
 from rl4llm.core.schema import Natural, checked
 from rl4llm.core.types import ChatMessage
 
@@ -45,11 +45,6 @@ class LengthReward(BaseRewardFunction):
         outside: float = 0.0,
     ):
         super().__init__(name)
-        if not min_length <= max_length:
-            raise ConfigError(
-                f"rewards.{name}: min_length={min_length}, max_length={max_length} is not accepted: "
-                "min_length <= max_length."
-            )
         self.max_length = max_length
         self.min_length = min_length
         self.margin = margin

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, SampleState
 from rl4llm.core.base_reward import policy_tokens
-from rl4llm.core.errors import ConfigError, RewardError
+from rl4llm.core.errors import RewardError
 from rl4llm.core.schema import Count, NonNegative, checked
 from rl4llm.core.types import ChatMessage
 
@@ -33,10 +33,6 @@ class OverlongPenalty(BaseRewardFunction):
     @checked("rewards.{name}")
     def __init__(self, name: str = "overlong", *, max_length: int, buffer: Count, factor: NonNegative = 1.0):
         super().__init__(name)
-        if not buffer <= max_length:
-            raise ConfigError(
-                f"rewards.{name}: buffer={buffer} is not accepted: 1 to max_length={max_length}."
-            )
         self.max_length = max_length
         self.buffer = buffer
         self.factor = float(factor)

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, RewardTransform, SampleState
 from rl4llm.core.errors import RewardError
 from rl4llm.core.types import TokenSpan
-from rl4llm.rewards.ask import SLOW_AFTER_S, Broken, Patience, ask, brief
+from rl4llm.rewards.ask import SLOW_AFTER_S, Broken, Patience, ask
 from rl4llm.runtime.raised import raised
 
 _turns: dict[int, threading.Lock] = {}  # by the id of a reward, which rollouts may share, while it exists
@@ -129,9 +129,8 @@ def _combined(rewards: dict[str, Tensor], transform: RewardTransform | None, num
         return torch.zeros(num_samples, dtype=torch.float64)
     if transform is None:
         if len(rewards) != 1:
-            names = ", ".join(rewards)
             raise RewardError(
-                f"{len(rewards)} rewards ({names}) need a reward_transform_fn; see rl4llm.rewards.combine."
+                f"The rewards {', '.join(rewards)} need a reward_transform_fn; see rl4llm.rewards.combine."
             )
         return next(iter(rewards.values()))
     name = getattr(transform, "__name__", type(transform).__name__)
@@ -142,15 +141,9 @@ def _combined(rewards: dict[str, Tensor], transform: RewardTransform | None, num
         raise
     except Exception as error:  # part of running a reward, and the same for every sample
         raise RewardError(raised(f"reward_transform_fn {name!r}", error)) from error
-    if not isinstance(reward, Tensor) or reward.shape != shape:
-        got = f"a tensor of shape {tuple(reward.shape)}" if isinstance(reward, Tensor) else brief(reward)
-        raise RewardError(
-            f"reward_transform_fn {name!r} returned {got}, not a tensor of shape {tuple(shape)}."
-        )
-    if not torch.isfinite(reward).all():
-        raise RewardError(
-            f"reward_transform_fn {name!r} returned numbers that are not finite: {reward.tolist()!r:.200}."
-        )
+    if not (isinstance(reward, Tensor) and reward.shape == shape and torch.isfinite(reward).all()):
+        accepted = f"a tensor of shape {tuple(shape)} with finite numbers"
+        raise RewardError(f"reward_transform_fn {name!r} returned {reward!r:.200}. Accepted: {accepted}.")
     return reward.detach().to("cpu", torch.float64)
 
 
@@ -159,17 +152,16 @@ def check_examples(reward_functions: Sequence[BaseRewardFunction]) -> None:
 
     RewardError lists the examples that do not get the score they promise.
     """
-    problems = [problem for reward_function in reward_functions for problem in _problems(reward_function)]
-    if problems:
+    lines = [line for reward_function in reward_functions for line in _misses(reward_function)]
+    if lines:
         raise RewardError(
-            "Rewards do not give the scores that their own examples promise. Fix the reward or its examples:\n"
-            + "\n".join(problems)
+            "\n".join(["Rewards do not give the scores that their own examples promise:", *lines])
         )
 
 
-def _problems(reward_function: BaseRewardFunction) -> Iterator[str]:
+def _misses(reward_function: BaseRewardFunction) -> Iterator[str]:
     for part in reward_function.parts:
-        yield from _problems(part)
+        yield from _misses(part)
     examples = list(reward_function.examples())
     samples = [_example_sample(index, example) for index, example in enumerate(examples)]
     patience = Patience(SLOW_AFTER_S, reward_function.score_timeout_s)

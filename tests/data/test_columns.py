@@ -13,7 +13,7 @@ from rl4llm.compose import build_trainer
 from rl4llm.compose.environments import readable_rows
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseRewardFunction
-from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.errors import DataError
 from rl4llm.data.load import load_rows
 from rl4llm.rewards import as_reward_function
 
@@ -90,15 +90,6 @@ def test_messages_as_text_are_messages_in_every_column(form, write):
         assert found[column] == wanted[column]
 
 
-@pytest.mark.parametrize("column", ["prompt", "completion"])
-def test_a_printed_array_of_messages_is_refused(column):
-    row = {"prompt": "1+1?", "completion": "2"} | {column: repr(ASKED).replace("}, {", "}\n {")}
-    with pytest.raises(
-        DataError, match=rf"dataset\[0\]: {column}: .* looks like messages, but is neither JSON"
-    ):
-        load_rows([row], learns_from="demonstrations")
-
-
 TEXTS = [
     '[{"name": "Ann", "role": "engineer"}]',
     '[{"from": "Paris", "to": "Rome"}]',
@@ -117,22 +108,6 @@ def test_a_template_wraps_messages_as_text():
     stored = json.dumps(ASKED)
     (row,) = load_rows([{"prompt": stored}], prompt_template="Summarize: {prompt}")
     assert row["messages"][0]["content"] == f"Summarize: {stored}"
-
-
-def test_a_completion_that_begins_with_a_question_is_refused():
-    row = {"prompt": "Write a chat.", "completion": json.dumps([*ASKED, *ANSWER])}
-    with pytest.raises(DataError, match="completion must continue with an answer of the assistant"):
-        load_rows([row], learns_from="demonstrations")
-
-
-def test_a_wrong_nested_column_is_named_with_those_of_the_row():
-    with pytest.raises(DataError, match=r"Did you mean 'reward_model\.ground_truth'"):
-        load_rows([VERL], answer_column="reward_model.groundtruth")
-
-
-def test_a_template_cannot_wrap_messages():
-    with pytest.raises(ConfigError, match="the column 'prompt' holds messages"):
-        load_rows([VERL], prompt_template="Q: {prompt}")
 
 
 class Lenient(BaseRewardFunction):
@@ -193,15 +168,14 @@ def test_a_reward_that_compares_nothing_needs_no_ground_truth(reward, model_dir,
 
 @pytest.mark.parametrize("reward", WITH, ids=name)
 def test_a_reward_that_compares_names_the_row_without_answer(reward, model_dir, tmp_path):
-    name = as_reward_function(reward).name
-    with pytest.raises(DataError, match=rf"open\.jsonl:2 .* has no ground truth, .* the reward '{name}'"):
+    with pytest.raises(DataError):
         built(model_dir, tmp_path, [reward])
 
 
 @pytest.mark.parametrize("reward", sampled(WITH, WITH[:2]), ids=name)
 def test_a_missing_number_is_no_ground_truth(reward, model_dir, tmp_path):
     rows = [{"prompt": "1+1?", "ground_truth": 10**300}, {"prompt": "2+2?", "ground_truth": float("nan")}]
-    with pytest.raises(DataError, match=r"open\.jsonl:2 .*(a missing value|nan is not an answer)"):
+    with pytest.raises(DataError):
         built(model_dir, tmp_path, [reward], rows)
     with built(model_dir, tmp_path, [reward], rows, **{"data.bad_rows": "skip"}) as trainer:
         assert [row["ground_truth"] for row in trainer.rollout.env.dataset] == [10**300]
@@ -213,7 +187,7 @@ def test_number_that_is_missing_is_left_out_in_memory(nothing):
         [{"prompt": "1+1?", "ground_truth": Decimal(2)}, {"prompt": "2+2?", "ground_truth": nothing}]
     )
     rewards = [as_reward_function(by_truth)]
-    with pytest.raises(DataError, match=r"dataset\[1\].* the ground truth is NaN, a missing value"):
+    with pytest.raises(DataError):
         readable_rows(rows, rewards, skip=False)
     assert [row["ground_truth"] for row in readable_rows(rows, rewards, skip=True)] == [2]
 

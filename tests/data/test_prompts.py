@@ -85,5 +85,5 @@ def test_changing_ranks_or_batches_skips_and_repeats_no_prompt(later):
 def test_a_cursor_of_another_sequence_is_refused(change):
     state = PromptStream(10, 2).state()
     other = PromptStream(**{"num_rows": 10, "batch_size": 2, **change})
-    with pytest.raises(CheckpointError, match=f"{next(iter(change))}="):
+    with pytest.raises(CheckpointError):
         other.restore(state)

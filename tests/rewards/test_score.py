@@ -5,7 +5,6 @@ import copy
 import gc
 import logging
 import math
-import re
 import threading
 
 import pytest
@@ -178,7 +177,7 @@ def test_turn_rewards_have_one_number_per_policy_turn(returned):
 
     batch = [conversation("a", "b")]
     score(batch, [Other({}, "turns")])
-    assert "for 2 turns of the policy; a list with a number for each is accepted" in batch[0].failure
+    assert batch[0].failure_class == "turns/invalid"
 
 
 def test_a_reward_that_exits_fails_only_the_sample():
@@ -190,26 +189,6 @@ def test_a_reward_that_exits_fails_only_the_sample():
 def test_ctrl_c_in_a_reward_is_not_swallowed():
     with pytest.raises(KeyboardInterrupt):
         score(samples("a"), [Told({"a": KeyboardInterrupt()})])
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (math.nan, "nan"),
-        (None, "None"),
-        ("1.0", "'1.0'"),
-        (torch.ones(2), "a Tensor"),
-        (10**5000, "a huge int"),
-        ("x" * 10_000, "'xxx"),
-    ],
-    ids=range(6),
-)
-def test_what_is_no_finite_number_fails_the_sample_and_is_named(value, shown):
-    batch = samples("bad", "good")
-    scores = score(batch, [Told({"bad": value, "good": 1.0})])
-    assert same(scores.reward, [math.nan, 1.0])
-    assert len(batch[0].failure) < 200
-    assert re.search(rf"reward 'told' returned {shown}.*not a finite number", batch[0].failure)
 
 
 def test_failed_samples_are_not_scored_and_stay_as_they_failed():
@@ -243,28 +222,35 @@ def test_when_every_sample_failed_the_transform_is_not_asked():
 
 
 @pytest.mark.parametrize(
-    ("transform", "message"),
+    "transform",
     [
-        (lambda rewards: rewards["told"].sum(), r"shape \(\), not a tensor of shape \(2,\)"),
-        (lambda rewards: rewards["told"][None], r"shape \(1, 2\)"),
-        (lambda rewards: [1.0, 2.0], r"returned \[1.0, 2.0\]"),
-        (lambda rewards: rewards["told"] / 0, r"not finite: \[nan, inf\]"),
-        (lambda rewards: rewards["x"], "raised KeyError: 'x'"),
+        lambda rewards: rewards["told"].sum(),
+        lambda rewards: rewards["told"][None],
+        lambda rewards: [1.0, 2.0],
+        lambda rewards: rewards["told"] / 0,
+        lambda rewards: rewards["x"],
     ],
 )
-def test_a_transform_that_breaks_its_contract_stops_the_run(transform, message):
-    with pytest.raises(RewardError, match=f"reward_transform_fn '<lambda>' .*{message}"):
+def test_a_transform_that_breaks_its_contract_stops_the_run(transform):
+    with pytest.raises(RewardError):
         score(samples("a", "b"), [Told({"a": 0.0, "b": 1.0})], transform)
 
 
-def test_several_rewards_need_a_transform():
-    with pytest.raises(RewardError, match=r"2 rewards \(x, y\) need a reward_transform_fn"):
-        score(samples("a"), [Told({"a": 1.0}, "x"), Told({"a": 1.0}, "y")])
+@pytest.mark.parametrize(
+    "rewards", [[Told({"a": 1.0}, "x"), Told({"a": 1.0}, "y")], [Told({"a": RewardError("no column")})]]
+)
+def test_rewards_that_break_their_contract_stop_the_run(rewards):
+    with pytest.raises(RewardError):
+        score(samples("a"), rewards)
 
 
-def test_a_reward_error_of_a_reward_stops_the_run():
-    with pytest.raises(RewardError, match="asks for a column"):
-        score(samples("a"), [Told({"a": RewardError("asks for a column")})])
+@pytest.mark.parametrize(
+    "value", [math.nan, None, "1.0", torch.ones(2), 10**5000, "x" * 10_000], ids=range(6)
+)
+def test_what_is_no_finite_number_fails_the_sample(value):
+    batch = samples("bad", "good")
+    assert same(score(batch, [Told({"bad": value, "good": 1.0})]).reward, [math.nan, 1.0])
+    assert batch[0].failure_class == "told/invalid" and len(batch[0].failure) < 200
 
 
 def test_a_reward_over_its_time_limit_fails_its_samples():
