@@ -364,7 +364,7 @@ class ChatTemplate:
         except ValueError as error:
             reason = "Take the model's instruct version, or set tokenizer.chat_template and save the tokenizer again."
             raise TemplateError(
-                f"The tokenizer {self.name} has no chat template of its own. {reason}"
+                f"The tokenizer {self.name} has no default chat template. {reason}"
             ) from error
 
 

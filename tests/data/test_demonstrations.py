@@ -70,25 +70,21 @@ def test_a_thought_before_a_tool_call_follows_the_open_tag(renderer):
 
 
 @pytest.mark.parametrize(
-    ("template", "content", "call", "reason"),
+    ("template", "content", "call"),
     [
-        ("thinking_chatml", "", CALL, "leaves out a call of 'calculator'"),
-        (OPENING_THOUGHTS, "<think>\nok", CALL, "leaves out a call of 'calculator'"),
-        (THINKING_ALOUD, "ok", CALL, "differently after the generation prompt"),
-        (CUTTING, "<think>\nok, sum", CALL, "leaves out or alters"),
-        (ENDING_OTHERWISE, "<think>\nok", CALL, "does not end in"),
-        (
-            "chatml_tools",
-            "",
-            {"function": {"name": "calculator", "arguments": '{"expression": "1"}'}},
-            "quotes the arguments .* make them an object",
-        ),
+        ("thinking_chatml", "", CALL),
+        (OPENING_THOUGHTS, "<think>\nok", CALL),
+        (THINKING_ALOUD, "ok", CALL),
+        (CUTTING, "<think>\nok, sum", CALL),
+        (ENDING_OTHERWISE, "<think>\nok", CALL),
+        ("chatml_tools", "", {"function": {"name": "calculator", "arguments": '{"expression": "1"}'}}),
     ],
 )
-def test_tool_calls_that_cannot_be_rendered_are_refused(template, content, call, reason, renderer):
-    messages = [*conversation(ASKED), ChatMessage("assistant", content, (call,))]
+def test_tool_calls_that_cannot_be_rendered_are_refused(template, content, call, renderer):
     with pytest.raises(DataError):
-        demonstration(renderer(template), messages, "a7")
+        demonstration(
+            renderer(template), [*conversation(ASKED), ChatMessage("assistant", content, (call,))], "a7"
+        )
 
 
 def test_a_thought_opened_by_the_prompt_is_opened_only_once(renderer):

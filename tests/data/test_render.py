@@ -547,27 +547,24 @@ def test_a_template_without_system_prompts_refuses_one(name, tokenizers):
         renderer.first(asked(True))
     with pytest.raises(TemplateError):
         renderer.prompt_too_long(asked(True), 1000)
-
-
-def test_two_user_turns_are_refused_where_roles_must_alternate(tokenizers):
-    renderer = Renderer(tokenizers["start_of_turn"])
-    with pytest.raises(TemplateError):
-        renderer.following([ChatMessage("user", "x"), ChatMessage("user", "y")], ended=True)
+    if name == "start_of_turn":  # whose roles must alternate
+        with pytest.raises(TemplateError):
+            renderer.following([ChatMessage("user", "x"), ChatMessage("user", "y")], ended=True)
 
 
 ASKED = ChatMessage("user", "What is 37 + 48?")
 CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 37}}}
 CALLED = [ASKED, ChatMessage("assistant", "", (CALL,)), ChatMessage("tool", "85", tool_call_id="call00000")]
 LOST = {
-    "a call": ("thinking_chatml", CALLED, "leaves out a call of a tool in message 2"),
-    "a tool's answer": ("swallowed_newline", [CALLED[0], CALLED[2]], "leaves out what message 2, the tool's, says"),
-    "a second system prompt": ("channels", [*asked(True)[:1], *asked(True)], "what message 2, the system's, says"),
-}  # fmt: skip
+    "a call": ("thinking_chatml", CALLED),
+    "a tool's answer": ("swallowed_newline", [CALLED[0], CALLED[2]]),
+    "a second system prompt": ("channels", [*asked(True)[:1], *asked(True)]),
+}
 
 
 @pytest.mark.parametrize("lost", LOST)
 def test_a_prompt_that_a_template_shows_only_in_part_is_refused(lost, tokenizers):
-    name, messages, _ = LOST[lost]
+    name, messages = LOST[lost]
     with pytest.raises(TemplateError):
         Renderer(tokenizers[name], roles=()).first(messages)
     assert Renderer(tokenizers["chatml_tools"], roles=()).first(messages)
@@ -576,49 +573,29 @@ def test_a_prompt_that_a_template_shows_only_in_part_is_refused(lost, tokenizers
 START, END = "'<|im_start|>' + m.role + '\\n'", "'<|im_end|>\\n'"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 EACH = "{% for m in messages %}{{ " + START + " + m.content + " + END + " }}{% endfor %}"
+ONE_BLOCK = "<|im_start|>user\n{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}<|im_end|>\n"
+NO_END = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
 UNSAFE = {
-    "all messages in one block": (
-        "<|im_start|>user\n{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}<|im_end|>\n" + ASK,
-        "the first prompt: rendered as",
-    ),
-    "newest first": (EACH.replace("in messages", "in messages[::-1]") + ASK, "moves what the assistant said"),
-    "number of messages": (
-        "{{ messages | length }} messages\n" + EACH + ASK,
-        "when the conversation continues",
-    ),
-    "date in each message": (
-        EACH.replace("m.content", "strftime_now('%H:%M ') + m.content") + ASK,
-        "the current date or time",
-    ),
-    "answers left out": (
-        EACH.replace(" %}{{", " if m.role != 'assistant' %}{{") + ASK,
-        "what the assistant said",
-    ),
-    "users cut short": (
-        EACH.replace("m.content", "(m.content | truncate(9, true))") + ASK,
-        "leaves out what the user",
-    ),
-    "no token ends a turn": (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}",
-        "no end-of-turn token",
-    ),
-    "asked for in another way": (EACH + ASK.replace("assistant", "bot"), "is asked for with"),
-    "asked for in front": (ASK + EACH, "the generation prompt is not at the end"),
-    "words behind the answer": (
-        EACH.replace("m.content +", "m.content + ' (' + m.role + ')' +") + ASK,
-        "end-of-turn",
-    ),
-    "does not compile": ("{% for m in messages %}", "endfor"),
+    "all messages in one block": ONE_BLOCK + ASK,
+    "newest first": EACH.replace("in messages", "in messages[::-1]") + ASK,
+    "number of messages": "{{ messages | length }} messages\n" + EACH + ASK,
+    "date in each message": EACH.replace("m.content", "strftime_now('%H:%M ') + m.content") + ASK,
+    "answers left out": EACH.replace(" %}{{", " if m.role != 'assistant' %}{{") + ASK,
+    "users cut short": EACH.replace("m.content", "(m.content | truncate(9, true))") + ASK,
+    "no token ends a turn": NO_END + "{% if add_generation_prompt %}assistant: {% endif %}",
+    "asked for in another way": EACH + ASK.replace("assistant", "bot"),
+    "asked for in front": ASK + EACH,
+    "words behind the answer": EACH.replace("m.content +", "m.content + ' (' + m.role + ')' +") + ASK,
+    "does not compile": "{% for m in messages %}",
+    "does not compute": "{{ range(1000000) }}" + EACH + ASK,
+    "missing": None,
 }
 
 
 @pytest.mark.parametrize("kind", UNSAFE)
 def test_a_template_that_cannot_be_extended_is_refused(kind):
-    template, reason = UNSAFE[kind]
-    with pytest.raises(TemplateError) as error:
-        Renderer(chatml(template))
-    assert reason in str(error.value)
+    with pytest.raises(TemplateError):
+        Renderer(chatml(UNSAFE[kind]))
 
 
 def test_a_system_prompt_that_moves_is_refused():
@@ -636,29 +613,17 @@ def test_an_end_of_turn_that_merges_with_text_is_refused():
     )
     with pytest.raises(TemplateError):
         Renderer(tokenizer)
+    tokenizer.pad_token = None
+    with pytest.raises(ModelError):
+        Renderer(tokenizer)
 
 
 def test_one_turn_needs_no_extension():
-    template = UNSAFE["number of messages"][0]
-    renderer = Renderer(chatml(template), roles=())
+    renderer = Renderer(chatml(UNSAFE["number of messages"]), roles=())
     assert renderer.first(asked(False))
     assert renderer.stop_token_ids
     with pytest.raises(TemplateError):
         renderer.following([ChatMessage("user", "x")], ended=True)
-
-
-def test_a_template_that_cannot_compute_is_refused():
-    with pytest.raises(TemplateError):
-        Renderer(chatml("{{ range(1000000) }}" + EACH + ASK))
-
-
-def test_a_missing_template_or_pad_token_is_refused():
-    with pytest.raises(TemplateError):
-        Renderer(chatml(None))
-    tokenizer = chatml(EACH + ASK)
-    tokenizer.pad_token = None
-    with pytest.raises(ModelError):
-        Renderer(tokenizer)
 
 
 def test_conversations_without_anything_to_answer_are_refused(tokenizers):

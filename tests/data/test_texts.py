@@ -75,5 +75,3 @@ def test_options_of_conversations_are_refused_for_texts(option):
         load_rows([{"text": "a"}], learns_from="demonstrations", **{option: "{prompt}"})
     with pytest.raises(ConfigError):
         load_rows([{"text": "a"}], learns_from="worlds")
-    with pytest.raises(DataError):
-        load_rows([{"text": 5}], learns_from="demonstrations")

@@ -301,28 +301,10 @@ def test_ground_truth_may_be_string_number_solution_or_list(reward, gold):
     assert grade(reward, "19", gold) == 0.0
 
 
+MISSING = "None|None.|NA|n/a|NULL|\\text{proof}|notfound|Not found|-|?|...|[]|see solution"
+SENTENCE = "Natalia sold 24 clips in May and 72 clips in 2 months."
 NO_ANSWERS = [None, "", "  ", [], [None], True, {"answer": 1}, "####", "x" * 5000, math.nan, "1) 2; 2) 3"]
-NO_ANSWERS += [
-    "Natalia sold 24 clips in May and 72 clips in 2 months.",
-    "<think>18",
-    "<answer></answer>",
-    ["18", "proof"],
-]
-NO_ANSWERS += [
-    "None",
-    "None.",
-    "NA",
-    "n/a",
-    "NULL",
-    "\\text{proof}",
-    "notfound",
-    "Not found",
-    "-",
-    "?",
-    "...",
-    "[]",
-    "see solution",
-]
+NO_ANSWERS += [SENTENCE, "<think>18", "<answer></answer>", ["18", "proof"], *MISSING.split("|")]
 
 
 @pytest.mark.parametrize("gold", NO_ANSWERS)
