@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import dropwhile, groupby, pairwise
 from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError
@@ -96,15 +96,22 @@ class Conversations(_WithAnswers):
     def check(self, messages: Messages) -> None:
         """Raise DataError if nothing can be imitated, or answers follow each other or nothing."""
         roles = [message.role for message in messages]
-        if "assistant" not in roles:
-            raise DataError("the conversation has no assistant message, so there is nothing to imitate.")
-        self.check_learned(messages)
+        learned = dropwhile(lambda message: message.role != "assistant", messages)
+        if not any(map(self.learns, learned)):
+            raise DataError(
+                "nothing of the conversation is learned: it has no answer, or none with a weight."
+            )
+        self.check_weights(messages)
         check_replies("messages", messages)
         if ("assistant", "assistant") in pairwise(("assistant", *roles)):
             raise DataError("a message of the assistant begins the conversation or follows another one.")
 
-    def check_learned(self, messages: Messages) -> None:
-        """Raise DataError for messages of others that should be learned, or if none of the assistant's is."""
+    def learns(self, message: ChatMessage) -> bool:
+        """Return whether a message from the first answer on is learned."""
+        return message.role == "assistant" and message.learned is not False
+
+    def check_weights(self, messages: Messages) -> None:
+        """Raise DataError for messages of others that should be learned, and for questions without an answer."""
         check_learned("messages", messages)
         if any(message.learned and message.role != "assistant" for message in messages):
             raise DataError("a message that is not the assistant's has a weight. Set algorithm.learn=all.")
@@ -127,17 +134,15 @@ class Conversations(_WithAnswers):
 class WholeConversations(Conversations):
     """Read conversations in which all messages after the prompt are learned."""
 
-    def check_learned(self, messages: Messages) -> None:
-        """Raise DataError if nothing is learned, or a run of messages between two answers only in part."""
-        first = next(number for number, message in enumerate(messages) if message.role == "assistant")
-        for is_answer, run in groupby(messages[first:], lambda message: message.role == "assistant"):
-            if not is_answer and len({message.learned is False for message in run}) > 1:
-                raise DataError("some messages between two answers have a weight of 0. Give all the same.")
-        if not any(map(self.learns, messages[first:])):
-            raise DataError("no message after the prompt is learned. Give one a weight, or remove the row.")
+    def check_weights(self, messages: Messages) -> None:
+        """Raise DataError if a run of messages between two answers is learned only in part."""
+        runs = groupby(messages, lambda message: message.role == "assistant")
+        between = [[message.learned is False for message in run] for is_answer, run in runs if not is_answer]
+        start = messages[0].role != "assistant"  # the prompt is not learned
+        if any(len({*run}) > 1 for run in between[start:]):
+            raise DataError("some messages between two answers have a weight of 0. Give all the same.")
 
     def learns(self, message: ChatMessage) -> bool:
-        """Return whether a message after the prompt is learned."""
         return message.learned is not False
 
     def text(self, row: Mapping[str, Any]) -> str:

@@ -258,9 +258,11 @@ def _of_text(text: str, directory: Path | None) -> Picture:
     try:
         if text.startswith("data:") or is_encoded(text):
             return Picture(base64.b64decode(text.rpartition(",")[2], validate=True))
+        if "://" in text[:12]:
+            raise DataError(f"the image {text[:80]!r} is an address, and nothing is downloaded.")
         if directory is not None:
             file = (directory / text).resolve()
-            # no address, and no pipe, which would wait for ever
+            # a pipe would wait for ever
             if (
                 file.is_relative_to(directory.resolve())
                 and file.is_file()

@@ -25,16 +25,11 @@ def opening_objection(template: ChatTemplate, *, system: bool) -> str | None:
         text = template.text(messages)
     except TemplateError as error:
         return str(error)
-    lost = [message.role for message in messages if message.content not in text]
-    if lost:
-        return f"the template leaves out what the {lost[0]} message says"
-    if template.described and template.described not in text:
-        return "the template leaves out the description of tools"
-    shown = template.special.plain(text)
-    lost = [name for name in template.shown_names if name not in shown]
-    if lost:
-        return f"the template does not show the tool {lost[0]!r}; describe tools in the system prompt and set no schemas"
-    return None
+    plain = template.special.plain(text)
+    parts = {f"what the {message.role} message says": message.content in text for message in messages}
+    parts |= {"the description of tools": template.described in text}
+    parts |= {f"the tool {name!r}": name in plain for name in template.shown_names}
+    return next((f"the template leaves out {part}" for part, shows in parts.items() if not shows), None)
 
 
 def whole_prompt(template: ChatTemplate, messages: Sequence[ChatMessage]) -> str:
@@ -193,10 +188,8 @@ class _Trial:
         if lost:
             raise TemplateError(f"the template leaves out or repeats what a {lost[0]} message says")
         self._check_same(piece, asked, prompted, what)
-        if (
-            self._template.tells_time
-            and self._template.on_another_day().after_reply(history, turn) != prompted
-        ):
+        later = self._template.on_another_day() if self._template.tells_time else self._template
+        if later.after_reply(history, turn) != prompted:
             raise TemplateError("the template puts the current date or time into follow-up messages")
 
     def _check_tokens(self, whole: str, pieces: Sequence[str], stops: Sequence[int]) -> None:
@@ -205,9 +198,7 @@ class _Trial:
             end, _ = self._template.split_end(piece)
             cut = stop - len(piece) + piece.index(end)
             if self._template.encode(whole[:cut]) + self._template.encode(whole[cut:]) != token_ids:
-                raise TemplateError(
-                    f"the tokenizer merges the end-of-turn token {end!r} with the text around it"
-                )
+                raise TemplateError(f"the tokenizer merges the end-of-turn token {end!r} with other text")
 
     def _check_same(self, piece: str, asked: str, prompted: str, what: str) -> None:
         """Check that `piece` is `asked` plus a header of the next answer that agrees with the generation prompt.
@@ -228,17 +219,15 @@ class _Trial:
             raise TemplateError(
                 f"{what}: rendered as ...{appended!r} when appended but ...{continued!r} when the conversation continues"
             )
-        header, prompt = without_thoughts(piece[size:]), without_thoughts(prompted[len(begun) :])
-        if header.startswith(prompt) or prompt.startswith(header):
-            return
-        shared = self._template.shared(piece[size:], prompted[len(begun) :])
-        opened, other = prompted[len(begun) + len(shared) :], piece[size + len(shared) :]
-        begin = all(map(self._template.begins_with_token, (opened, other)))
+        heads = piece[size:], prompted[len(begun) :]
+        header, prompt = map(without_thoughts, heads)
+        shared = self._template.shared(*heads)
+        begin = all(self._template.begins_with_token(head[len(shared) :]) for head in heads)
         # it may open a channel other than that of made-up answers
-        if not (begin and (fixed or shared.strip())):
-            raise TemplateError(
-                f"{what}: the assistant's turn opens with {header!r}, but is asked for with {prompt!r}"
-            )
+        if not (
+            header.startswith(prompt) or prompt.startswith(header) or (begin and (fixed or shared.strip()))
+        ):
+            raise TemplateError(f"{what}: the turn opens with {header!r}, but is asked for with {prompt!r}")
 
     def _only_tokens(self, text: str) -> bool:
         """Return whether a text has nothing but added tokens and white space."""
