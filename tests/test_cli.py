@@ -307,14 +307,6 @@ def test_a_gpu_without_memory_gets_one_line_that_names_the_plan(monkeypatch, cap
     )
 
 
-def test_the_math_reward_names_math_verify_if_it_is_missing(model_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    words = [f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]
-    assert main(["train", str(ROOT / "configs" / "quickstart.yaml"), *words]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "'math' needs math-verify, which is not installed. Next: pip install math-verify" in last
-
-
 def test_collected_episodes_are_a_dataset_that_sft_learns_from(run, tmp_path, capsys):
     directory, small, _ = run
     before = sorted(path.relative_to(directory) for path in directory.rglob("*"))

@@ -184,9 +184,7 @@ class Comparisons(Pairs):
         prompt, answers, stored = Pairs.read(self, row)
         messages = (*_dicts(prompt), *answers["chosen"], *answers["rejected"])
         if any("weight" in message for message in messages):
-            raise DataError(
-                "a reward model learns one value per conversation. Remove the weights of messages."
-            )
+            raise DataError("a reward model learns one value for a whole conversation. Remove weights.")
         return prompt, answers, stored
 
 

@@ -88,7 +88,9 @@ def columns_key(row: Mapping[str, Any], own: Sequence[str]) -> str:
     """
     tools, args = row.get(TOOLS), row.get(TEMPLATE_ARGS)
     if tools and own:
-        raise DataError(f"the row has {TOOLS}, but prompts show those of the environment: {', '.join(own)}.")
+        raise DataError(
+            f"the row has tools in its column {TOOLS!r}, but prompts show others: {', '.join(own)}."
+        )
     return json.dumps([tools, args], default=str) if tools or args else ""
 
 

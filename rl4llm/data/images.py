@@ -270,9 +270,9 @@ def _of_text(text: str, directory: Path | None) -> Picture:
             ):
                 return Picture(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"the image {text[:80]!r} cannot be read: {error}.") from error
+        raise DataError(f"the image {text[:80]!r} is not base64 or cannot be read: {error}.") from error
     raise DataError(
-        f"the image {text[:80]!r} is not a file of at most {MAX_BYTES:,} bytes below the directory of the data."
+        f"the image {text[:80]!r} is a path, but not of a file below that of the data, of at most {MAX_BYTES:,} bytes."
     )
 
 

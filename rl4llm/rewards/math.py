@@ -242,7 +242,7 @@ def _answer(item: Any) -> str:
     text = _without_solution(text) if isinstance(text, str) else ""
     kinds = {
         "not an answer": not 1 <= len(text) <= MAX_GOLD_CHARS,
-        "a missing value": _PLACEHOLDER.fullmatch(_TEXT.sub(r"\1", text).strip()),
+        "not an answer but a missing value": _PLACEHOLDER.fullmatch(_TEXT.sub(r"\1", text).strip()),
         "several numbered parts, which no single answer equals": _NUMBERED.search(text),
         "a sentence": len(_words(text)) >= MAX_WORDS,
     }

@@ -210,7 +210,7 @@ def test_invalid_rows_are_refused_with_part_file_and_line(fault, model_dir, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": 0}, r"parts\.talk\.weight=0 is not accepted\. Accepted: a number above 0"),
+        ({"weight": 0}, r"parts\.talk\.weight=0 is not accepted: a finite number, above 0"),
         ({"weight": float("nan")}, r"parts\.talk\.weight=nan is not accepted"),
         ({"data": {}}, r"parts\.talk: data\.path is not set"),
         ({"env": {"name": "tol"}}, r"parts\.talk: env\.name='tol' is unknown.*Did you mean 'tool'"),
