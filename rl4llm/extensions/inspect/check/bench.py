@@ -55,18 +55,10 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, *given: Any, **how: Any) -> Completion:
-        completion = await self._engine.generate(*given, **how)
+    async def generate(self, *arguments: Any, **options: Any) -> Completion:
+        completion = await self._engine.generate(*arguments, **options)
         self.completions.append(completion)
         return completion
-
-
-@dataclass(frozen=True, slots=True)
-class PlayedEpisodes:
-    """A few episodes: their groups, and every completion of the engine meanwhile."""
-
-    groups: Sequence[Group]
-    completions: Sequence[Completion]
 
 
 class Bench:
@@ -83,7 +75,8 @@ class Bench:
         self.tokenizer: Any = None
         self.parts: list[Part] = []
         self.trainer: AnyTrainer | None = None
-        self.played: PlayedEpisodes | None = None
+        self.groups: list[Group] = []  # that were played
+        self.completions: list[Completion] = []  # of the engine while it played them
         self._stack = ExitStack()
         set_up_torch(config, self.setup.machine)
 
@@ -95,8 +88,7 @@ class Bench:
     def demand_episodes(self) -> None:
         """Raise NotNeeded if nothing is sampled."""
         if not self.samples:
-            name, source = self.config.algorithm["name"], self.algorithm.needs().learns_from
-            raise NotNeeded(f"algorithm.name={name} learns from {source} in a dataset; nothing is sampled")
+            raise NotNeeded(f"algorithm.name={self.config.algorithm['name']} samples nothing")
 
     def provided(self, part: Part) -> Provided:
         """Return what the run offers to the environment of a part; all parts share the sandbox."""
@@ -104,7 +96,7 @@ class Bench:
 
     @cached_property
     def scratch(self) -> Config:
-        """The configuration with its files outside the run's directory. Raises RunDirError if there is no room for them."""
+        """The configuration with its files outside the run's directory."""
         return self._stack.enter_context(scratch_of(self.config))
 
     def build(self) -> AnyTrainer:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_json
 from rl4llm.commands.output import meanwhile, show, show_facts, write_json
-from rl4llm.core.errors import ConfigError
 
+PROMPTS = 32
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
@@ -34,19 +33,16 @@ def add(commands: Any) -> None:
         help="instead sample the model: success, format, truncation, groups with a gradient, what to change; exit "
         "code 1 when no group has a gradient",
     )
-    command.add_argument(
-        "--prompts", type=int, metavar="N", help="with --task: prompts to sample (default: 32)"
-    )
+    about = f"--task with this number of prompts (default: {PROMPTS})"
+    command.add_argument("--prompts", type=int, metavar="N", help=about)
     add_json(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if Path(arguments.config).is_dir():
         return _failed_step(arguments)
-    if arguments.task:
+    if arguments.task or arguments.prompts is not None:
         return _task(arguments)
-    if arguments.prompts is not None:
-        raise ConfigError("--prompts is not accepted without --task.")
     from rich.text import Text
 
     from rl4llm.config import load_config
@@ -57,21 +53,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     def tell(result: Result) -> None:
         line = Text(f"{result.status:>7}", STYLES[result.status])
-        console.print(
-            line.append(f"  {result.name:<11} ", "bold").append(result.text, "default"), soft_wrap=True
-        )
+        line.append(f"  {result.name:<11} ", "bold").append(result.text, "default")
+        console.print(line, soft_wrap=True)
 
     config = load_config(arguments.config, arguments.overrides)
-    with redirect_stdout(sys.stderr):  # the trainer's output about its phases
+    with meanwhile():
         results = check(config, (lambda result: None) if arguments.json else tell)
     failed = sum(result.status == "failed" for result in results)
     if arguments.json:
         write_json({"passed": not failed, "checks": [asdict(result) for result in results]})
     else:
-        seconds = sum(result.seconds for result in results)
-        console.print(
-            f"{f'{failed} of {len(results)} checks failed' if failed else 'All checks passed'}, {seconds:.0f} s"
-        )
+        verdict = f"{failed} of {len(results)} checks failed" if failed else "All checks passed"
+        console.print(f"{verdict}, {sum(result.seconds for result in results):.0f} s")
     return 1 if failed else 0
 
 
@@ -90,9 +83,9 @@ def _task(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.overrides)
     with meanwhile():
-        found = examine(config, 32 if arguments.prompts is None else arguments.prompts)
+        report = examine(config, PROMPTS if arguments.prompts is None else arguments.prompts)
     if arguments.json:
-        write_json(asdict(found))
+        write_json(asdict(report))
     else:
-        show(*found.lines())
-    return 0 if found.teaches else 1
+        show(*report.lines())
+    return 0 if report.teaches else 1

@@ -17,12 +17,11 @@ from rl4llm.compose.engines import build_canary
 from rl4llm.compose.trainer import AnyTrainer
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_env import SampleState
-from rl4llm.core.errors import EngineError, EnvError, MismatchError, RL4LLMError, StaleWeightsError
+from rl4llm.core.errors import EngineError, EnvError, MismatchError, RL4LLMError
 from rl4llm.core.types import Completion, Group, TrainBatch, Trajectory, Update
 from rl4llm.envs.rollout import Rollout
-from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded, PlayedEpisodes, Recorded
+from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded, Recorded
 from rl4llm.sync.verify import BOUNDS, Canary
-from rl4llm.trainers.prepare import Preparation
 from rl4llm.trainers.rl import RLTrainer
 
 ROWS, SAMPLES, MOST_TOKENS = 2, 4, 64
@@ -53,7 +52,7 @@ def episodes(bench: Bench) -> str:
     trainer.publish()
     recorded = Recorded(trainer.inference.client)
     needs = bench.algorithm.needs()
-    groups: list[Group] = []
+    bench.groups = []
     failed: list[SampleState] = []
     for part in bench.parts:
         assert part.env is not None and part.renderer is not None  # built by checks that this one needs
@@ -77,34 +76,31 @@ def episodes(bench: Bench) -> str:
             sampling=needs.sampling,
             greedy_baseline=needs.greedy_baseline,
         )
-        groups += result.groups
+        bench.groups += result.groups
         failed += result.failed
-    bench.played = PlayedEpisodes(groups, recorded.completions)
-    count = sum(len(group.trajectories) for group in groups)
+    bench.completions = recorded.completions
+    trajectories = _trajectories(bench.groups)
     if failed:
-        raise EnvError(
-            f"{len(failed)} of {count + len(failed)} episodes failed; the first: {failed[0].failure}"
-        )
-    calls = _calls(bench)
-    return f"{count} episodes of {len(groups)} groups, {len(recorded.completions)} turns of the policy{calls}"
-
-
-def _calls(bench: Bench) -> str:
-    """Return the number of answered tool calls in the episodes; "" for a run without tools."""
+        count = len(trajectories) + len(failed)
+        raise EnvError(f"{len(failed)} of {count} episodes failed; the first: {failed[0].failure}")
+    text = f"{len(trajectories)} episodes, {len(bench.completions)} turns of the policy"
     if not any(part.env is not None and part.env.tool_schemas for part in bench.parts):
-        return ""
-    played = [trajectory for group in _played(bench).groups for trajectory in group.trajectories]
-    calls = sum(message.role == "tool" for trajectory in played for message in trajectory.messages)
+        return text
+    calls = sum(message.role == "tool" for item in trajectories for message in item.messages)
     hint = "" if calls else ": see what the model writes with `rl4llm check --task`"
-    return f", {calls} tool calls{hint}"
+    return f"{text}, {calls} tool calls{hint}"
+
+
+def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def mask(bench: Bench) -> str:
     """Check that the mask of the training batches marks exactly the sampled tokens."""
-    trajectories = [trajectory for group in _groups(bench) for trajectory in group.trajectories]
-    if bench.played is not None:
-        check_sampled(bench.played.completions, trajectories)
-    batches = _pack(_trainer(bench).preparation, trajectories)
+    trajectories = _trajectories(_groups(bench))
+    if bench.samples:
+        check_sampled(bench.completions, trajectories)
+    batches = _pack(_trainer(bench), trajectories)
     check_mask(trajectories, batches)
     tokens = sum(int(batch.mask_BT.sum()) for batch in batches)
     total = sum(trajectory.num_tokens for trajectory in trajectories)
@@ -113,16 +109,14 @@ def mask(bench: Bench) -> str:
 
 def check_sampled(completions: Sequence[Completion], trajectories: Sequence[Trajectory]) -> None:
     """Raise EnvError unless each turn of the policy is a completion of the engine, token for token."""
-    given = Counter((item.token_ids, item.logprobs) for item in completions)
-    recorded = Counter(
-        (span.token_ids, span.logprobs) for trajectory in trajectories for span in _policy_spans(trajectory)
-    )
-    made_up = recorded - given
-    if made_up and max(len(item.versions) for item in completions) < 2:
-        (tokens, _), _ = next(iter(made_up.items()))
+    sampled = Counter((item.token_ids, item.logprobs) for item in completions)
+    recorded = Counter((span.token_ids, span.logprobs) for span in _policy_spans(trajectories))
+    made_up = recorded - sampled
+    if made_up and all(len(item.versions) < 2 for item in completions):
+        token_ids, _ = next(iter(made_up))
         raise EnvError(
-            f"{len(made_up)} turns are marked as the policy's, but the engine did not sample them, such as the tokens "
-            f"{list(tokens)[:8]}. Next: let the environment append only messages, or unchanged results of `llm`."
+            f"The engine did not sample {len(made_up)} turns of the policy, such as the tokens {list(token_ids)[:8]}. Next: "
+            "let the environment append only messages, or unchanged results of `llm`."
         )
 
 
@@ -130,8 +124,7 @@ def check_mask(trajectories: Sequence[Trajectory], batches: Sequence[TrainBatch]
     """Raise EnvError unless the mask marks the policy's tokens in the batches, each with its log-prob."""
     expected = Counter(
         pair
-        for trajectory in trajectories
-        for span in _policy_spans(trajectory)
+        for span in _policy_spans(trajectories)
         # as fp32, like the batch
         for pair in zip(span.token_ids, torch.tensor(span.logprobs).tolist(), strict=True)
     )
@@ -144,26 +137,24 @@ def check_mask(trajectories: Sequence[Trajectory], batches: Sequence[TrainBatch]
     missing, extra = (expected - found).total(), (found - expected).total()
     if missing or extra:
         raise EnvError(
-            f"The loss mask misses {missing} policy tokens and includes {extra} non-policy tokens. "
-            "Next: look at the code of this setup that builds trajectories and batches; rl4llm's own keeps the mask exact."
+            f"The loss mask misses {missing} policy tokens and includes {extra} non-policy tokens. Next: look at your code "
+            "that builds trajectories and batches."
         )
 
 
-def _policy_spans(trajectory: Trajectory) -> Iterator[Any]:
-    return (span for record in trajectory.records for span in record if span.author == "policy")
+def _policy_spans(trajectories: Sequence[Trajectory]) -> Iterator[Any]:
+    records = (record for trajectory in trajectories for record in trajectory.records)
+    return (span for record in records for span in record if span.author == "policy")
 
 
 def logprobs(bench: Bench) -> str:
     """Check that engine and trainer compute the same log-probs for the sampled tokens."""
     bench.demand_episodes()
     if bench.algorithm.needs().sampling:
-        raise NotNeeded(
-            "samples are drawn at several temperatures, but the trainer computes log-probs at one"
-        )
+        raise NotNeeded("samples are drawn at several temperatures")
     trainer, config = _rl(bench), bench.scratch
-    trajectories = [trajectory for group in _played(bench).groups for trajectory in group.trajectories]
     differences = []
-    for batch in _pack(trainer.preparation, trajectories):
+    for batch in _pack(trainer, _trajectories(bench.groups)):
         own_BT = trainer.backend.forward(batch, temperature=config.rollout.temperature or 1.0).cpu()
         differences.append((own_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs())
     apart = torch.cat(differences)
@@ -172,8 +163,8 @@ def logprobs(bench: Bench) -> str:
     text = f"differences of at most {largest:.2g} nats, {mean:.2g} on average, over {len(apart):,} tokens"
     if not mean <= accepted:
         raise MismatchError(
-            f"{text}; accepted: {accepted:g} on average. Next: give engine and trainer the same weights, dtype and chat "
-            "template, and set no sampling penalties on the server."
+            f"{text}; accepted: {accepted:g} on average. Next: give engine and trainer the same weights and dtype, and set "
+            "no sampling penalties on the server."
         )
     return text
 
@@ -194,19 +185,12 @@ def publish(bench: Bench) -> str:
         trainer.inference = checked
         trainer.step += 1
         trainer.publish()
-    except StaleWeightsError as error:
-        raise StaleWeightsError(
-            f"The trainer's log-probs changed by {moved:.2g} nats on average, but the engine's did not. {error}"
-        ) from error
     finally:
         _put(parameter, kept)
         trainer.inference = inference
     trainer.step += 1
     trainer.publish()
-    return (
-        f"weights that change log-probs by {moved:.2g} nats on average reached the engine, to {canary.bound:g}, and so did "
-        "the old ones"
-    )
+    return f"weights that change log-probs by {moved:.2g} nats on average reached the engine, and so did the old ones"
 
 
 def _moved(
@@ -221,9 +205,7 @@ def _moved(
         if _apart(canary.expected(trainer.backend), before_BT) > enough:
             return parameter, kept
     _put(parameter, kept)
-    raise EngineError(
-        "Noise on a trained tensor does not change the log-probs, so training it would have no effect."
-    )
+    raise EngineError("Noise on a trained tensor does not change the log-probs: training it has no effect.")
 
 
 @torch.no_grad()
@@ -233,7 +215,7 @@ def merge(bench: Bench) -> str:
     backend, adapter = trainer.backend, trainer.backend.adapter
     if not isinstance(backend, TorchBackend) or not isinstance(adapter, LoraAdapter):
         raise NotNeeded("the whole model trains, so nothing is merged")
-    batches = _pack(trainer.preparation, [item for group in _groups(bench) for item in group.trajectories])
+    batches = _pack(trainer, _trajectories(_groups(bench)))
 
     def numbers() -> Tensor:
         return torch.cat([backend.forward(batch).cpu()[batch.mask_BT.cpu()] for batch in batches])
@@ -256,8 +238,8 @@ def merge(bench: Bench) -> str:
     text = f"an adapter that moves the model's numbers by {moved:.2g} on average; merged they differ by {apart:.2g}"
     if not apart <= accepted:
         raise MismatchError(
-            f"{text}; accepted: {accepted:g}. What is published and saved would lack a part of what was learned. Next: "
-            "name other layers in model.lora.targets, or train the whole model (model.lora.rank=0)."
+            f"{text}; accepted: {accepted:g}. Next: name other layers in model.lora.targets, or train the whole model "
+            "(model.lora.rank=0)."
         )
     return text
 
@@ -294,12 +276,12 @@ def loss(bench: Bench) -> str:
     groups = [rewarded(group, number) for number, group in enumerate(_groups(bench))]
     if isinstance(trainer, RLTrainer) and all(_alike(group) for group in groups):
         raise NotNeeded("all samples of each prompt are equal, so their gradients cancel out")
-    lengths = [trajectory.num_tokens for group in groups for trajectory in group.trajectories]
+    lengths = [trajectory.num_tokens for trajectory in _trajectories(groups)]
     whole = _batches(trainer, groups, sum(lengths))
     one, norms = _gradient(trainer, whole)
     if norms == 0 and any((batch.advantages_BT * batch.weights_BT).any() for batch in whole):
         raise RL4LLMError(
-            "The gradient is zero, but tokens have advantages, so nothing would be learned. Next: have token_losses of "
+            "The gradient is zero, but tokens have advantages. Next: have token_losses of "
             f"algorithm.name={bench.config.algorithm['name']} return losses that depend on its log-probs."
         )
     pieces = [sum(t.num_tokens for t in group.trajectories) for group in groups]
@@ -376,24 +358,18 @@ def _groups(bench: Bench) -> list[Group]:
     """Return the groups that were played, or the first rows of a dataset."""
     trainer = _trainer(bench)
     if isinstance(trainer, RLTrainer):
-        return [group for group in _played(bench).groups if not group.frozen]
+        return [group for group in bench.groups if not group.frozen]
     count = min(2 * ROWS, len(trainer.dataset))
     return [trainer.read(trainer.dataset[row], str(row)) for row in range(count)]
 
 
-def _pack(preparation: Preparation, trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
-    batching = preparation.batching
-    return batching.pack(trajectories, [1.0] * len(trajectories))
+def _pack(trainer: AnyTrainer, trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
+    return trainer.preparation.batching.pack(trajectories, [1.0] * len(trajectories))
 
 
 def _trainer(bench: Bench) -> AnyTrainer:
     assert bench.trainer is not None  # built by a check that this one needs
     return bench.trainer
-
-
-def _played(bench: Bench) -> PlayedEpisodes:
-    assert bench.played is not None
-    return bench.played
 
 
 def _rl(bench: Bench) -> RLTrainer:

@@ -23,14 +23,15 @@ WAIT_S = 5.0
 
 def servers(bench: Bench) -> str:
     """Check that every configured server, host and judge accepts connections."""
-    config, addresses = bench.config, []
+    bench.demand_episodes()
+    config, hosts = bench.config, set()
+    urls = [*server_urls(config), config.inference.get("router")]
     for part in by_part(config).values():
         opponents = part.env.get("opponents")
-        asked = [*(part.rewards or ()), *(opponents.values() if isinstance(opponents, Mapping) else ())]
-        judges = [item["url"] for item in asked if isinstance(item, Mapping) and item.get("url")]
-        addresses += [*_remote(part), *map(_address, judges)]
-    engines = filter(None, [*server_urls(config), config.inference.get("router")])
-    addresses = sorted({*map(_address, engines), *addresses}) if bench.samples else []
+        models = [*(part.rewards or ()), *(opponents.values() if isinstance(opponents, Mapping) else ())]
+        urls += [model.get("url") for model in models if isinstance(model, Mapping)]
+        hosts |= {*_remote(part)}
+    addresses = sorted({*map(_address, filter(None, urls)), *hosts})
     if not addresses:
         raise NotNeeded("the engine runs in this process, and no part names a server")
     for address in addresses:
@@ -61,9 +62,7 @@ def check_connects(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), WAIT_S).close()
     except (OSError, ValueError) as error:
-        raise EngineError(
-            f"Cannot connect to {address}: {error}. Next: start the server for this address, such as with `rl4llm serve`."
-        ) from error
+        raise EngineError(f"Cannot connect to {address}: {error}. Next: start its server.") from error
 
 
 def disk(bench: Bench) -> str:
@@ -79,9 +78,7 @@ def disk(bench: Bench) -> str:
     what = f"{config.checkpoint.keep} checkpoints, one more while it is written, and the model"
     text = f"{size_text(needed)} needed for {what}; {size_text(free)} free"
     if needed > free:
-        raise RunDirError(
-            f"{text} in {directory}. Next: set output.dir to a larger disk, or lower checkpoint.keep."
-        )
+        raise RunDirError(f"{text} in {directory}. Next: set another output.dir, or lower checkpoint.keep.")
     return text
 
 

@@ -29,7 +29,7 @@ def data(bench: Bench) -> str:
         part = Part(name, setup, in_part(name, training_rows, setup))
         if not len(part.dataset):
             raise DataError(
-                f"{part.where}data.path={config.data.path!r} has no rows in split {config.data.split!r}."
+                f"{part.where}data.path={config.data.path!r} has no rows in {config.data.split!r}."
             )
         part.held_out = in_part(name, held_out_rows, setup)
         bench.parts.append(part)
@@ -54,8 +54,6 @@ def rewards(bench: Bench) -> str:
         part.rewards, part.transform = in_part(part.name, build_rewards, *built)
         in_part(part.name, check_examples, part.rewards)
     counts = {reward.name: _examples(reward) for part in bench.parts for reward in part.rewards}
-    if not any(counts.values()):
-        return f"{', '.join(counts)} can be built; they have no examples for these options"
     return f"{sum(counts.values())} examples pass: " + ", ".join(
         f"{name} {count}" for name, count in counts.items()
     )
@@ -69,8 +67,8 @@ def environment(bench: Bench) -> str:
     """Check that the environment keeps its contract, without a model; see `rl4llm.testing.check_env`."""
     bench.demand_episodes()
     for part in bench.parts:
-        made = part.dataset, part.rewards, part.transform, bench.provided(part)
-        part.env = in_part(part.name, build_env, part.setup, *made)
+        arguments = part.dataset, part.rewards, part.transform, bench.provided(part)
+        part.env = in_part(part.name, build_env, part.setup, *arguments)
         in_part(part.name, check_env, part.env)
     names = [f"{part.where}{type(part.env).__name__}" for part in bench.parts]
     return f"{', '.join(names)} keeps its contract for any reply of the policy"
@@ -92,12 +90,12 @@ def template(bench: Bench) -> str:
 
 def _template_text(renderer: Any, bench: Bench) -> str:
     ends = bench.tokenizer.convert_ids_to_tokens(list(renderer.stop_token_ids))
-    told = (
+    text = (
         f"sample conversations were extended token for token; a turn ends with {', '.join(map(repr, ends))}"
     )
     # Datasets have no env.thoughts.
     return "; ".join(
-        [told, *(note for note in renderer.notes if bench.samples or "env.thoughts" not in note)]
+        [text, *(note for note in renderer.notes if bench.samples or "env.thoughts" not in note)]
     )
 
 

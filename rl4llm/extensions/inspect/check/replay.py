@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl4llm.commands.output import Facts
 from rl4llm.compose import build_algorithm, build_model
-from rl4llm.config import Config, load_config
+from rl4llm.config import load_config
 from rl4llm.core.base_backend import TokenLosses, TokenMetrics
 from rl4llm.core.errors import DataError
 from rl4llm.core.images import Image
@@ -41,58 +41,38 @@ def replay(directory: Path) -> Iterator[Facts]:
     Raises DataError if `directory` does not contain such a step.
     """
     update = load_update(directory)
-    config = _config(directory)
+    config = load_config(directory.parent.parent / "config.yaml", of_run=True)
+    config = replace(config, backend={"name": "torch"})
     algorithm = build_algorithm(config)
     algorithm.restore(update.facts["algorithm"])
     model = build_model(config, algorithm, update.facts["model"])
     model.load(update.model)
-    yield _given(update)
+    yield _inputs(update)
     seen: list[str] = []
-    losses: TokenLosses = (
-        (lambda batch, values_BT, entropy_BT: algorithm.value_losses(batch, values_BT))
-        if update.facts["model"] == "critic"
-        else algorithm.token_losses
-    )
+    losses: TokenLosses = algorithm.token_losses
+    if update.facts["model"] == "critic":
+        losses = lambda batch, values_BT, entropy_BT: algorithm.value_losses(batch, values_BT)  # noqa: E731
     needs = algorithm.needs()
     # Rows of a dataset were not sampled at any temperature.
     temperature = (config.rollout.temperature or 1.0) if needs.learns_from == "episodes" else 1.0
     for number, batch in enumerate(update.batches):
         watched = partial(_watched, losses, f"micro-batch {number}", seen)
         model.forward_backward(batch, watched, temperature=temperature, entropy=needs.entropy)
-    yield _found(update, seen, model.optim_step())
+    yield _results(update, seen, model.optim_step())
 
 
 def load_update(directory: Path) -> FailedUpdate:
     """Read one back; raises DataError when there is none."""
-    accepted = (
-        "Accepted: a directory such as runs/NAME/failed/step-000012, which a run writes when it stops for losses that "
-        "are not finite."
-    )
-    if not directory.is_dir():
-        raise DataError(f"{directory} holds no optimizer step: there is no such directory. {accepted}")
-    missing = [name for name in (FACTS, BATCHES) if not (directory / name).is_file()]
-    if missing:
-        raise DataError(
-            f"{directory} holds no optimizer step: it has no file {' and no file '.join(missing)}. {accepted}"
-        )
     try:
         facts = json.loads((directory / FACTS).read_text())
         batches = _batches(load_file(directory / BATCHES), facts["images"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(
-            f"{directory} holds no optimizer step that can be read: {type(error).__name__}: {error}. {accepted}"
+            f"{directory} holds no optimizer step that can be read ({type(error).__name__}: {error}). Next: name one that "
+            "a run wrote, such as runs/NAME/failed/step-000012."
         ) from error
-    first = directory.with_name(directory.name.partition("-rank")[0])  # whose directory has the model
-    return FailedUpdate(batches, facts, first / MODEL)
-
-
-def _config(directory: Path) -> Config:
-    file = directory.parent.parent / "config.yaml"
-    if not file.is_file():
-        raise DataError(
-            f"{directory} is not inside a run: {file} does not exist. Next: pass the directory where the run wrote the step."
-        )
-    return replace(load_config(file, of_run=True), backend={"name": "torch"})
+    rank_0 = directory.with_name(directory.name.partition("-rank")[0])  # whose directory has the model
+    return FailedUpdate(batches, facts, rank_0 / MODEL)
 
 
 def _watched(
@@ -110,7 +90,7 @@ def _watched(
     return losses_BT, metrics
 
 
-def _given(update: FailedUpdate) -> Facts:
+def _inputs(update: FailedUpdate) -> Facts:
     """Return the inputs of the step."""
     rows = []
     for number, batch in enumerate(update.batches):
@@ -124,15 +104,13 @@ def _given(update: FailedUpdate) -> Facts:
     return Facts("batches", "batches", columns, rows)
 
 
-def _found(update: FailedUpdate, seen: list[str], metrics: dict[str, float]) -> Facts:
+def _results(update: FailedUpdate, seen: list[str], metrics: dict[str, float]) -> Facts:
     rows = [
         ("gradient norm", f"{metrics['grad_norm']:.6g}"),
         ("when it ran", str(update.facts["metrics"].get("grad_norm", "-"))),
     ]
-    for line in seen or [
-        "all outputs and losses are finite: the gradient overflows, or this machine does not reproduce the failure"
-    ]:
-        rows.append(("not finite" if seen else "finding", line))
+    finite = "all outputs and losses: the gradient overflows, or this machine does not reproduce the failure"
+    rows += [("not finite", line) for line in seen] or [("finite", finite)]
     title = f"step {update.facts['step']}, {update.facts['model']}, recomputed"
     return Facts("found", title, ("what", "value"), rows)
 
@@ -143,30 +121,21 @@ def _lines(where: str, what: str, x_BT: Tensor, batch: TrainBatch) -> list[str]:
         return []
     row, column = (int(place) for place in bad_BT.nonzero()[0])
     before = batch.token_ids_BT[row, max(0, column - CONTEXT) : column + 1].tolist()
-    held = batch.tensors()
-    values = {
-        name: float(held[name][row, column])
-        for name in ("sampled_logprobs_BT", "advantages_BT")
-        if name in held
-    }
-    return [
-        f"{where}: {what} of {int(bad_BT.sum())} tokens, first in row {row}, column {column} (token ids up to it: {before}; "
-        + ", ".join(f"{name}={value:.4g}" for name, value in values.items())
-        + ")"
-    ]
+    tensors = batch.tensors()
+    names = [name for name in ("sampled_logprobs_BT", "advantages_BT") if name in tensors]
+    values = ", ".join(f"{name}={float(tensors[name][row, column]):.4g}" for name in names)
+    place = f"row {row}, column {column} (token ids up to it: {before}; {values})"
+    return [f"{where}: {what} of {int(bad_BT.sum())} tokens, first in {place}"]
 
 
 def _batches(
     tensors: Mapping[str, Tensor], images: Sequence[Sequence[Mapping[str, Any]]]
 ) -> list[TrainBatch]:
+    by_batch: list[dict[str, Tensor]] = [{} for _ in images]
+    for name, tensor in tensors.items():
+        number, _, field = name.partition("/")
+        by_batch[int(number)][field] = tensor
     return [
-        TrainBatch.of(
-            {
-                name.partition("/")[2]: value
-                for name, value in tensors.items()
-                if name.startswith(f"{number}/")
-            },
-            tuple(Image(**image) for image in seen),
-        )
-        for number, seen in enumerate(images)
+        TrainBatch.of(fields, tuple(Image(**image) for image in batch_images))
+        for fields, batch_images in zip(by_batch, images, strict=True)
     ]

@@ -5,6 +5,7 @@ import copy
 import inspect
 import json
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,17 +65,16 @@ def bench(small):
 
 def on(config, *names):
     """What came of some checks, by name."""
-    made, before = Bench(config), {}
-    try:
+    before = {}
+    with closing(Bench(config)) as made:
         for name in names:
             before[name] = _result(Check(name, NAMED[name].run), made, before)
-    finally:
-        made.close()
     return before
 
 
-def failed(result, *words):
-    return result.status == "failed" and all(word in result.text for word in words)
+def status(config, *names):
+    """The status of the last of some checks."""
+    return on(config, *names)[names[-1]].status
 
 
 def test_a_setup_that_is_whole_passes_and_nothing_is_left_of_it(bench, small):
@@ -99,16 +99,14 @@ def test_a_dataset_is_checked_without_an_engine(model_dir, small, tmp_path):
 
 
 def test_check_of_missing_data_fails_and_skips_what_needs_it(small):
-    results = {result.name: result for result in check(small({"data.path": "/nowhere/train.jsonl"}))}
-    assert failed(results["data"], "/nowhere/train.jsonl")
-    assert results["disk"].status == "passed"
-    assert all("not run: 'data'" in results[name].text for name in ("rewards", "template"))
-    assert results["model"].status == results["loss"].status == "skipped"
+    results = {result.name: result.status for result in check(small({"data.path": "/nowhere/train.jsonl"}))}
+    passed = {"tokenizer", "sandbox", "servers", "disk"}
+    assert results["data"] == "failed" and results["disk"] == results["tokenizer"] == "passed"
+    assert {results[name] for name in results.keys() - passed - {"data"}} == {"skipped"}
 
 
 def test_a_reward_whose_example_lies_fails(small):
-    results = on(small({"rewards": ["broken_parts:Lies"]}), "data", "tokenizer", "rewards")
-    assert failed(results["rewards"], "'yes'", "expected 1", "gave 0")
+    assert status(small({"rewards": ["broken_parts:Lies"]}), "data", "tokenizer", "rewards") == "failed"
 
 
 def test_a_template_that_rewrites_history_fails(small, tokenizer, tmp_path, model_dir):
@@ -118,24 +116,21 @@ def test_a_template_that_rewrites_history_fails(small, tokenizer, tmp_path, mode
         (tmp_path / file.name).write_bytes(file.read_bytes())
     broken.save_pretrained(tmp_path)
     config = small({"model.path": str(tmp_path), "env": {"name": "broken_parts:Talks", "max_steps": 3}})
-    assert failed(on(config, "data", "tokenizer", "rewards", "environment")["environment"], "earlier")
-    made = Bench(config)
-    for name in ("data", "tokenizer"):
-        NAMED[name].run(made)
-    made.parts[0].env = Talks(
-        made.parts[0].dataset, made.tokenizer, [Lies()], batch_size=1, group_size=1, max_steps=3
-    )
-    assert failed(_result(Check("template", NAMED["template"].run), made, {}), "earlier")
-    made.close()
+    assert status(config, "data", "tokenizer", "rewards", "environment") == "failed"
+    with closing(Bench(config)) as made:
+        for name in ("data", "tokenizer"):
+            NAMED[name].run(made)
+        made.parts[0].env = Talks(
+            made.parts[0].dataset, made.tokenizer, [Lies()], batch_size=1, group_size=1, max_steps=3
+        )
+        assert _result(Check("template", NAMED["template"].run), made, {}).status == "failed"
 
 
 def test_a_tool_that_raises_fails_with_its_line(small):
     config = small({"env": {"name": "tool", "tools": ["broken_parts:misspelled"]}})
     result = on(config, "data", "tokenizer", "rewards", "environment")["environment"]
     line = inspect.getsourcelines(misspelled)[1] + 6
-    assert failed(
-        result, "the tool misspelled raised NameError: name 'txet' is not defined", f"broken_parts.py:{line})"
-    )
+    assert result.status == "failed" and f"broken_parts.py:{line})" in result.text
 
 
 def test_episodes_without_a_tool_call_are_named(small):
@@ -145,72 +140,60 @@ def test_episodes_without_a_tool_call_are_named(small):
     assert "tool calls" not in on(small(), *names)["episodes"].text
 
 
-def test_check_of_a_missing_server_fails_with_the_next_step(small):
-    result = on(small({"inference": {"name": "sglang", "url": "http://127.0.0.1:9"}}), "servers")["servers"]
-    assert failed(result, "rl4llm serve")
-    hosted = small(
-        {"rewards": [{"name": "llm_judge", "url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "r"}]}
-    )
-    assert failed(on(hosted, "servers")["servers"], "Cannot connect to 127.0.0.1:9")
+@pytest.mark.parametrize(("name", "keys"), [
+    ("servers", {"inference": {"name": "sglang", "url": "http://127.0.0.1:9"}}),
+    ("servers", {"rewards": [{"name": "llm_judge", "url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "r"}]}),
+    ("data", {"env": {"name": "chat", "remote": "127.0.0.1:9"}}),  # a host may have rows of its own
+])  # fmt: skip
+def test_a_missing_server_or_host_fails_at_once(name, keys, small):
+    result = on(small(keys), name)[name]
+    assert result.status == "failed" and "127.0.0.1:9" in result.text and result.seconds < 5
 
 
-def test_check_of_a_missing_host_fails_at_once(small):
-    away = small({"env": {"name": "chat", "remote": "127.0.0.1:9"}})
-    found = on(away, "data")["data"]  # a host may have rows of its own
-    assert failed(found, "Cannot connect to 127.0.0.1:9", "Next: start the server for this address")
-    assert found.seconds < 5
-
-
-@pytest.mark.parametrize(("free", "status"), [(10**6, "failed"), (10**8, "passed")])
-def test_a_disk_that_is_too_small_fails(small, monkeypatch, free, status):
+@pytest.mark.parametrize(("free", "expected"), [(10**6, "failed"), (10**8, "passed")])
+def test_a_disk_that_is_too_small_fails(small, monkeypatch, free, expected):
     monkeypatch.setattr("shutil.disk_usage", lambda directory: SimpleNamespace(free=free))
-    assert on(small(), "disk")["disk"].status == status
+    assert status(small(), "disk") == expected
 
 
 def test_programs_without_walls_fail(small):
     config = small({"rewards": ["code"], "sandbox.level": "rlimits"})
-    assert failed(on(config, "data", "tokenizer", "rewards", "sandbox")["sandbox"], "sandbox.allow_weak")
+    assert status(config, "data", "tokenizer", "rewards", "sandbox") == "failed"
 
 
 def test_check_finds_other_weights_and_a_publish_without_effect(bench):
     made, before = bench
-    trainer, played = made.trainer, made.played
-    own = trainer.inference
+    trainer, groups, completions = made.trainer, made.groups, made.completions
+    inference = trainer.inference
     frozen = LocalClient(copy.deepcopy(trainer.backend.model), made.tokenizer)
     try:  # its weights are a copy, which no publisher here reaches
-        trainer.inference = replace(own, client=frozen, publisher=MemoryPublisher(frozen), canary=None)
-        assert failed(_result(NAMED["publish"], made, before), "but the engine's did not")
+        trainer.inference = replace(inference, client=frozen, publisher=MemoryPublisher(frozen), canary=None)
+        assert _result(NAMED["publish"], made, before).status == "failed"
         with torch.no_grad():
             frozen._model.model.norm.weight.mul_(1.5)
         assert _result(NAMED["episodes"], made, before).status == "passed"
-        assert failed(_result(NAMED["log-probs"], made, before), "differences of at most")
+        assert _result(NAMED["log-probs"], made, before).status == "failed"
     finally:
-        trainer.inference, made.played = own, played
+        trainer.inference, made.groups, made.completions = inference, groups, completions
         asyncio.run(frozen.close())
     assert _result(NAMED["log-probs"], made, before).status == "passed"
 
 
 def test_tracker_without_its_package_fails(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    results = on(small({"tracking.wandb": True}), "model")
-    assert failed(results["model"], "tracking.wandb: ", "pip install 'rl4llm[wandb]'")
+    assert status(small({"tracking.wandb": True}), "model") == "failed"
 
 
 @pytest.mark.parametrize("autocast", ["none", "bfloat16"])
 def test_a_loss_that_is_a_mean_of_its_micro_batch_fails(small, autocast):
     config = small({"algorithm.name": "broken_parts:MeanOfMicroBatch", "model.autocast": autocast})
-    results = {result.name: result for result in check(config)}
-    assert failed(
-        results["loss"], "micro-batches", "token_losses of algorithm.name=broken_parts:MeanOfMicroBatch"
-    )
-    assert results["log-probs"].status == "passed"
+    results = {result.name: result.status for result in check(config)}
+    assert (results["loss"], results["log-probs"]) == ("failed", "passed")
 
 
 def test_a_loss_without_an_effect_fails(small):
     results = on(small({"algorithm.name": "broken_parts:Unmoved"}), "data", "rewards", *NAMED)
-    assert failed(
-        results["loss"], "The gradient is zero", "token_losses of algorithm.name=broken_parts:Unmoved"
-    )
+    assert results["loss"].status == "failed"
 
 
 @pytest.mark.parametrize("lost", ["", "layers.1.mlp.down_proj"])
@@ -226,29 +209,29 @@ def test_adapter_that_is_not_merged_whole_fails(small, lost, monkeypatch):
         "data", "tokenizer", "rewards", "environment", "template", "model", "episodes", "merge", "publish",
     )  # fmt: skip
     results = on(small({"model.lora.rank": 2}), *names)
-    assert failed(results["merge"], "model.lora.targets") if lost else results["merge"].status == "passed"
+    assert results["merge"].status == ("failed" if lost else "passed")
     assert results["publish"].status == "passed"  # all weights are as they were
 
 
 def test_equal_samples_skip_the_check_of_the_loss(small):
     result = on(small({"rollout.top_k": 1, "rollout.group_size": 4}), "data", "rewards", *NAMED)["loss"]
-    assert (result.status, "all samples of each prompt are equal" in result.text) == ("skipped", True), result
+    assert result.status == "skipped", result
 
 
 def test_a_mask_that_is_not_what_was_sampled_fails(bench):
     made, _ = bench
-    trajectories = [trajectory for group in made.played.groups for trajectory in group.trajectories]
+    trajectories = [trajectory for group in made.groups for trajectory in group.trajectories]
     batches = made.trainer.preparation.batching.pack(trajectories, [1.0] * len(trajectories))
-    check_sampled(made.played.completions, trajectories)
+    check_sampled(made.completions, trajectories)
     check_mask(trajectories, batches)
     shifted = [replace(batch, mask_BT=batch.mask_BT.roll(1, dims=1)) for batch in batches]
-    with pytest.raises(EnvError, match="The loss mask misses"):
+    with pytest.raises(EnvError):
         check_mask(trajectories, shifted)
     first, *others = trajectories
     said = first.spans[1]
     made_up = TokenSpan((said.token_ids[0] + 1, *said.token_ids[1:]), "policy", said.logprobs, 0)
-    with pytest.raises(EnvError, match="did not sample"):
-        check_sampled(made.played.completions, [replace(first, spans=(first.spans[0], made_up)), *others])
+    with pytest.raises(EnvError):
+        check_sampled(made.completions, [replace(first, spans=(first.spans[0], made_up)), *others])
 
 
 def test_check_prints_a_line_per_check_or_json(model_dir, tmp_path):
@@ -256,7 +239,7 @@ def test_check_prints_a_line_per_check_or_json(model_dir, tmp_path):
     own = [f"output.dir={tmp_path / 'run'}", "rollout.max_tokens=8", "data.limit=8", "eval.limit=4", "--json"]
     own += ["rollout.prompts=2", "rollout.group_size=2"]
     done = python(*words, *own)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done
     told = json.loads(done.stdout)
     assert told["passed"] and [item["name"] for item in told["checks"]] == list(NAMED)
     assert not (tmp_path / "run").exists()

@@ -1,16 +1,12 @@
 """The report on a task before training names what keeps it from learning."""
 
-import inspect
 import json
-from itertools import combinations
-from types import SimpleNamespace
 
 import pytest
 
 from rl4llm import load_tokenizer
 from rl4llm.cli import main
-from rl4llm.extensions.inspect.check import task as examined
-from rl4llm.extensions.inspect.check.task import would_teach
+from rl4llm.extensions.inspect.check.task import TaskReport
 
 PROMPTS = [{"prompt": f"What is {n}+1?", "ground_truth": str(n + 1)} for n in range(4)]
 
@@ -63,8 +59,7 @@ def test_episodes_that_fill_the_context_need_shorter_prompts(task, model_dir):
     report, _ = task("rewards=['taught:odd']", long, "rollout.max_tokens=100")
     assert report["metrics"]["truncated"] > 0.5
     advice = " ".join(report["advice"])
-    assert "They fill the model's context" in advice
-    assert "Raise rollout.max_tokens" not in advice
+    assert "Shorten the prompts" in advice and "rollout.max_tokens" not in advice
 
 
 def test_a_task_with_gradients_passes(task):
@@ -74,40 +69,14 @@ def test_a_task_with_gradients_passes(task):
     assert report["metrics"]["accuracy"] == 0.5
     assert report["metrics"]["trajectories"] == 8
     assert not any("group" in text for text in report["advice"])
-    assert report["other_sizes"] == {"4": 1.0}  # half of 2 compares nothing
-
-
-def group_of(*rewards):
-    return SimpleNamespace(trajectories=[SimpleNamespace(reward=reward) for reward in rewards])
-
-
-def test_the_share_that_teaches_follows_from_each_prompt():
-    groups = [group_of(1, 0, 0, 0, 0, 0), group_of(0.5, 0.5, 1, 1, 0, 0), group_of(0, 0, 0, 0, 0, 0)]
-    rewards = [[one.reward for one in group.trajectories] for group in groups]
-    for size in range(2, 7):
-        differ = [[len(set(some)) > 1 for some in combinations(group, size)] for group in rewards]
-        expected = sum(sum(group) / len(group) for group in differ) / 3
-        assert would_teach(groups, size) == pytest.approx(expected)
-    many = [group_of(1, 0), group_of(1, 1), group_of(0, 0)]
-    assert would_teach(many, 8) == pytest.approx((1 - 2 * 0.5**8) / 3, abs=0.01)
-    assert would_teach(groups, 7) == pytest.approx(2 / 3)  # as many as were seen: 1 - p^7 - (1-p)^7 is less
-    assert would_teach(groups[:1] * 2, 24) == 1.0
-
-
-def test_report_shows_what_other_group_sizes_would_give(task):
-    report, _ = task("rewards=['taught:odd']", "rollout.group_size=4")
     assert [truth for truth, _ in report["quoted"]] == ["'1'", "'2'", "'3'"]
-    assert report["other_sizes"] == {"2": pytest.approx(2 / 3), "8": pytest.approx(1.0)}
-    given = inspect.signature(examined.TaskReport).parameters
-    made = examined.TaskReport(**{name: report[name] for name in given} | {"other_sizes": {2: 2 / 3, 8: 1.0}})
-    assert "  about 67% with rollout.group_size=2, at least 100% with rollout.group_size=8" in made.lines()
-    assert f"  ground truth '1', answer {report['quoted'][0][1]!r}" in made.lines()
+    assert f"  ground truth '1', answer {report['quoted'][0][1]!r}" in TaskReport(**report).lines()
 
 
 def test_a_task_that_is_solved_asks_for_harder_prompts(task):
     report, code = task("rewards=['taught:right']")
     assert code == 1
-    assert "Nearly everything is right already. Use harder prompts." in report["advice"]
+    assert any("harder prompts" in text for text in report["advice"])
 
 
 def test_calls_that_get_errors_are_quoted(task, tmp_path):
@@ -126,9 +95,7 @@ def test_calls_that_get_errors_are_quoted(task, tmp_path):
     assert any("env.describe_tools" in text for text in report["advice"])
 
 
-def test_a_method_on_datasets_has_nothing_to_sample(model_dir, tmp_path, capsys):
-    rows = [{"prompt": "1+1?", "completion": "2"}]
-    (tmp_path / "train.jsonl").write_text(json.dumps(rows[0]))
+def test_a_method_on_datasets_has_nothing_to_sample(model_dir, tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+1?", "completion": "2"}))
     keys = [f"model.path={model_dir}", f"data.path={tmp_path}", "eval.every=0", f"output.dir={tmp_path}/run"]
     assert main(["check", "configs/sft.yaml", "--task", *keys]) == 2
-    assert "learns from a dataset and samples nothing" in " ".join(capsys.readouterr().err.split())
