@@ -108,7 +108,7 @@ no file         | view broken --export pipe                        | pipe cannot
 not accepted    | info nothing                                     | invalid choice
 not accepted    | info --completion csh                            | invalid choice
 not accepted    | collect small.yaml                               | required: --out
-not accepted    | eval small.yaml --k 2                            | --k 2 is not accepted
+not accepted    | eval small.yaml --k 2                            | would give the same answer
 """
 TABLE = [tuple(cell.strip() for cell in line.split("|")) for line in CASES.strip().splitlines()]
 

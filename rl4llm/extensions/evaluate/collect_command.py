@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_target(arguments.out)
     episodes = collect(load(arguments.config, arguments.overrides), arguments.prompts)
     with closing(episodes), meanwhile():
-        kept, total = write_episodes(episodes, arguments.out, arguments.filter_reward)
+        written, total = write_episodes(episodes, arguments.out, arguments.filter_reward)
     if arguments.json:
-        write_json({"out": str(arguments.out), "kept": kept, "played": total})
+        write_json({"out": str(arguments.out), "kept": written, "played": total})
     else:
-        show(f"{kept} of {total} episodes are in {arguments.out}")
+        show(f"{written} of {total} episodes are in {arguments.out}")
     return 0

@@ -58,9 +58,9 @@ def add(commands: Any) -> None:
     )
     command.add_argument(
         "--k",
-        type=_numbers,
+        type=numbers,
         metavar="1,4,8",
-        help="values of k for pass@k, each at most N (default: 1 and N)",
+        help="values of k for pass@k, with as many samples as the largest (default: 1 and N)",
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="write results, per problem too, as JSON")
     command.add_argument("--compare", type=Path, metavar="FILE", help="compare with an earlier --out file")
@@ -70,9 +70,9 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    samples = arguments.samples
-    ks = arguments.k or sorted({1, max(1, samples)})
-    _check(arguments, ks)
+    ks = arguments.k or sorted({1, max(1, arguments.samples)})
+    arguments.samples = max(arguments.samples, *ks)
+    _check(arguments)
     from rl4llm.extensions.evaluate.named import benchmarks_in
     from rl4llm.extensions.evaluate.scores import other_questions
 
@@ -83,17 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
     if changed:
         report.result["compared"] = {"with": str(arguments.compare), "differences": _plain(changed)}
     if arguments.out is not None:
-        _write(
-            arguments.out, report.result | {"per_problem": [asdict(problem) for problem in report.problems]}
-        )
+        _write(arguments.out, report.result | {"per_problem": list(map(asdict, report.problems))})
     if arguments.json:
         write_json(report.result)
     else:
         show(*report.tables)
     if before is None or baseline is None:
         return 0
-    if others := other_questions(report.problems, baseline):
-        say(f"{others} problems have the same id in {arguments.compare}, but another question.")
+    if count := other_questions(report.problems, baseline):
+        say(f"{count} problems have the same id in {arguments.compare}, but another question.")
     return _compared(arguments, report, before, changed)
 
 
@@ -110,28 +108,22 @@ def _compared(
         raise DataError(
             f"{arguments.compare} has none of these problems. Compare results on the same held-out set."
         )
-    earlier, own = (flatten(result.get("setup", {})) for result in (before, report.result))
-    for key in sorted(earlier.keys() | own.keys()) if "setup" in before else ():
-        was, now = earlier.get(key), own.get(key)
+    earlier, later = (flatten(result.get("setup", {})) for result in (before, report.result))
+    for key in sorted(earlier.keys() | later.keys()) if "setup" in before else ():
+        was, now = earlier.get(key), later.get(key)
         if was != now:
             say(f"{arguments.compare} was measured with {key}={was!r}, now it is {now!r}.")
     for name, item in before.get("benchmarks", {}).items():
         now = report.result.get("benchmarks", {}).get(name, item)
         # A result of fewer problems has another hash.
         other_rows = now["hash"] != item["hash"] and now["problems"] == item["problems"]
-        if other_rows or [now["version"], now["changed"]] != [item["version"], item["changed"]]:
+        if other_rows or any(now[key] != item[key] for key in ("version", "changed")):
             say(f"{arguments.compare} has another definition: {_definition(name, item)}.")
     if not arguments.json:
         columns = ("score", "before", "difference", "95 % interval", "problems in both")
         rows = [
-            (
-                name,
-                f"{item.baseline:.4f}",
-                f"{item.gained.value:+.4f}",
-                _interval(item.gained, "+"),
-                item.gained.problems,
-            )
-            for name, item in changed.items()
+            (name, f"{old:.4f}", f"{new.value:+.4f}", _interval(new, "+"), new.problems)
+            for name, (old, new) in ((name, (item.baseline, item.gained)) for name, item in changed.items())
         ]
         show(table(f"compared with {arguments.compare}", columns, rows))
     worse = [name for name, item in changed.items() if name != "reward" and (item.gained.high or 0) < 0]
@@ -165,15 +157,19 @@ def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
     config = load(arguments.config, [*arguments.overrides, *_overrides(arguments)])
     with meanwhile():
         measured = evaluate(config, arguments.samples, of_run=arguments.model is None)
-    found = scores(measured.problems, ks)
-    result = measured.about() | {"scores": _plain(found), "intervals": INTERVALS, "metrics": measured.metrics}
+    shares = scores(measured.problems, ks)
+    result = measured.about() | {
+        "scores": _plain(shares),
+        "intervals": INTERVALS,
+        "metrics": measured.metrics,
+    }
     written = flatten(as_written(config))
     result["setup"] = {key: written[key] for key in written if key.startswith(SETUP)}
     how = f"{measured.samples} sample(s) at temperature {measured.temperature:g}"
     title = f"{measured.model} on the held-out set of {arguments.config}, {how}"
     metrics = [(name, rounded(value)) for name, value in measured.metrics.items()]
-    shown = table("metrics of all episodes", ("metric", "value"), metrics)
-    tables: list[Table | str] = [_scores_table(title, found), shown, *examples(measured.problems)]
+    averages = table("metrics of all episodes", ("metric", "value"), metrics)
+    tables: list[Table | str] = [_scores_table(title, shares), averages, *examples(measured.problems)]
     return _Report(result, tables, measured.problems, differences)
 
 
@@ -186,11 +182,11 @@ def _by_name(arguments: argparse.Namespace, names: Sequence[str], ks: Sequence[i
     with meanwhile():
         measured = [measure(item, arguments.samples) for item in plans]
     problems = [problem for item in measured for problem in item.problems]
-    found = scores_by_part(problems, ks)
-    about = {item.name: item.about() for item in measured}
-    result = {"benchmarks": about, "scores": _plain(found), "intervals": SHARES}
+    shares = scores_by_part(problems, ks)
+    about = {item.plan.name: item.about() for item in measured}
+    result = {"benchmarks": about, "scores": _plain(shares), "intervals": SHARES}
     title = f"{plans[0].config.model.path}, {arguments.samples} sample(s) per problem"
-    tables: list[Table | str] = [_scores_table(title, found)]
+    tables: list[Table | str] = [_scores_table(title, shares)]
     tables += [_definition(name, item) for name, item in about.items()]
     tables += [line for item in measured for line in examples(item.problems)]
     return _Report(result, tables, problems, differences_by_part)
@@ -198,19 +194,18 @@ def _by_name(arguments: argparse.Namespace, names: Sequence[str], ks: Sequence[i
 
 def examples(problems: Sequence[Problem]) -> list[str]:
     """Return a few questions with the first answer as lines: problems without a success before those that succeeded."""
-    told = [problem for problem in problems if problem.answers]
-    wrong = [problem for problem in told if problem.successes == 0]
-    right = [problem for problem in told if problem.successes != 0]
-    chosen = wrong[: max(EXAMPLES - 1, EXAMPLES - len(right))]
-    chosen += right[: EXAMPLES - len(chosen)]
-    return [
-        line
-        for problem in chosen
-        for line in (
-            f"question {problem.prompt_id}: {_short(problem.question)}",
-            f"  answer with reward {problem.rewards[0]:g}: {_short(problem.answers[0])}",
-        )
-    ]
+    failures: list[tuple[str, str]] = []
+    successes: list[tuple[str, str]] = []
+    for problem in problems:
+        if problem.answers:
+            lines = (
+                f"question {problem.prompt_id}: {_short(problem.question)}",
+                f"  answer with reward {problem.rewards[0]:g}: {_short(problem.answers[0])}",
+            )
+            (failures if problem.successes == 0 else successes).append(lines)
+    chosen = failures[: max(EXAMPLES - 1, EXAMPLES - len(successes))]
+    chosen += successes[: EXAMPLES - len(chosen)]
+    return [line for lines in chosen for line in lines]
 
 
 def _short(text: str) -> str:
@@ -222,35 +217,27 @@ def _short(text: str) -> str:
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
     """Return the configuration keys that options stand for."""
-    given = {"model.path": arguments.model, "eval.limit": arguments.limit}
-    return [f"{key}={value}" for key, value in given.items() if value is not None]
+    options = {"model.path": arguments.model, "eval.limit": arguments.limit}
+    return [f"{key}={value}" for key, value in options.items() if value is not None]
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not accepted. Accepted: numbers separated by commas, such as 1,4,8"
-        ) from None
+def numbers(text: str) -> list[int]:
+    """Return positive numbers separated by commas; argparse reports a ValueError."""
+    values = sorted({int(word) for word in text.split(",")})
+    if values[0] < 1:
+        raise ValueError
+    return values
 
 
-def _check(arguments: argparse.Namespace, ks: Sequence[int]) -> None:
+def _check(arguments: argparse.Namespace) -> None:
     """Raise ConfigError or RunDirError for arguments that are wrong without a model."""
-    if not 1 <= ks[0] <= ks[-1] <= max(1, arguments.samples):
-        given = ",".join(map(str, ks))
-        raise ConfigError(
-            f"--k {given} is not accepted with --samples {arguments.samples}. Accepted: 1 to {arguments.samples}."
-        )
     if arguments.fail_if_worse and arguments.compare is None:
         raise ConfigError("--fail-if-worse requires --compare FILE.")
     if arguments.out is None:
         return
     if arguments.out.exists():
         raise ConfigError(f"{arguments.out} exists. Next: remove it, or choose another file.")
-    _write(
-        arguments.out, {}
-    )  # finds a missing directory and a read-only disk now and not after the evaluation
+    _write(arguments.out, {})  # finds a read-only disk now and not after the evaluation
     arguments.out.unlink()
 
 
@@ -269,16 +256,15 @@ def _read(file: Path) -> tuple[dict[str, Any], list[Problem]]:
         rows = [{**row, "rewards": tuple(map(float, row["rewards"]))} for row in result["per_problem"]]
         return result, [Problem(**row) for row in rows]
     except (ValueError, KeyError, TypeError) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise DataError(f"--compare {file} was not written by `rl4llm eval --out`: {found}.") from error
+        raise DataError(f"--compare {file} was not written by `rl4llm eval --out`: {error!r}.") from error
 
 
-def _plain(found: Mapping[str, Score | Difference]) -> dict[str, Any]:
-    return {name: asdict(score) for name, score in found.items()}
+def _plain(scores: Mapping[str, Score | Difference]) -> dict[str, Any]:
+    return {name: asdict(score) for name, score in scores.items()}
 
 
-def _scores_table(title: str, found: Mapping[str, Score]) -> Table:
-    rows = [(name, f"{score.value:.4f}", _interval(score), score.problems) for name, score in found.items()]
+def _scores_table(title: str, scores: Mapping[str, Score]) -> Table:
+    rows = [(name, f"{score.value:.4f}", _interval(score), score.problems) for name, score in scores.items()]
     return table(title, ("score", "value", "95 % interval", "problems"), rows)
 
 

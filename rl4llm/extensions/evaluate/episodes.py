@@ -13,13 +13,13 @@ from rl4llm.data.answers import empty_reply
 from rl4llm.data.demonstrations import as_row
 from rl4llm.runs.run_dir import replace_directory
 
-FORMS = "a file that ends in .jsonl or .parquet, or a directory, which becomes one of the library datasets"
-
 
 def check_target(target: Path) -> None:
     """Raise ConfigError or OSError, before anything is sampled, if episodes cannot be written to `target`."""
     if target.suffix and target.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{target} is not accepted for episodes. Accepted: {FORMS}.")
+        raise ConfigError(
+            f"{target} is not accepted. Accepted: .jsonl or .parquet, or a directory without a suffix."
+        )
     if target.exists():
         raise ConfigError(f"{target} exists. Next: remove it, or choose another path.")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -35,24 +35,23 @@ def write_episodes(
     With `min_reward`, write only those that are worth imitating: with at least this reward and no empty reply, which
     `sft` refuses. `target` exists only when it is complete. Raise ConfigError if no episode is left.
     """
-    part, kept, total = _beside(target), 0, 0
+    part, written, total = _beside(target), 0, 0
     try:
         with open(part, "w", encoding="utf-8") as file:
             for episode in episodes:
                 total += 1
-                if min_reward is None or (
-                    episode.reward >= min_reward and empty_reply(episode.messages) is None
-                ):
+                good = min_reward is None or episode.reward >= min_reward
+                if good and (min_reward is None or empty_reply(episode.messages) is None):
                     file.write(json.dumps(as_row(episode)) + "\n")
-                    kept += 1
-        if not kept:
+                    written += 1
+        if not written:
             raise ConfigError(
-                f"None of {total} episodes has a reward of at least {min_reward} and no empty reply: nothing to write."
+                f"None of {total} episodes has a reward of at least {min_reward} and no empty reply."
             )
         _finish(part, target)
     finally:
         part.unlink(missing_ok=True)
-    return kept, total
+    return written, total
 
 
 def _finish(part: Path, target: Path) -> None:

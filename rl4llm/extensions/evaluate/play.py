@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
@@ -34,12 +33,7 @@ from rl4llm.trainers.rl import RLTrainer
 PLAIN = {"name": "reinforce_pp"}
 """A method that needs the policy alone: no critic, no reference, no groups."""
 
-REPORT_S, REDRAW_S = 60.0, 1.0
-"""Seconds between two lines about the progress of an evaluation, and between two states of the one line on a terminal."""
-
-
-AGAIN = "\r\x1b[K"
-"""Moves the cursor to the beginning of the line, and clears it."""
+REPORT_S = 15.0  # between two lines about the progress of an evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +74,6 @@ def evaluate(
     episodes of the same step. With `given` rows, or without `of_run`, the model is that of `model.path`, and no run is read.
     Raise ConfigError for a setup that cannot be evaluated.
     """
-    if samples < 1:
-        raise ConfigError(f"--samples {samples} is not accepted. Accepted: 1 or above.")
     if samples > 1 and config.eval.temperature == 0:
         raise ConfigError(
             f"--samples {samples} at eval.temperature=0 would give the same answer {samples} times. Next: use one sample, "
@@ -89,24 +81,18 @@ def evaluate(
         )
     learns_from = "episodes" if given else _learns_from(config)
     checkpoint = _checkpoint(config) if of_run and given is None else None
-    try:
-        with _at_work(_only_held_out(config), checkpoint, given) as trainer, _reporting(trainer):
-            if given is None and learns_from == "episodes":
-                _compare_rows(config, trainer.evaluation)
-            result = trainer.play_held_out(samples)
-            metrics = summarize(result.groups, result.failed)
-            step = trainer.step if of_run and given is None else None
-    except DataError as error:
-        if learns_from == "episodes":
-            raise
-        raise DataError(f"{error}\n{_what_fits(config, learns_from)}") from error
+    with _at_work(_only_held_out(config), checkpoint, given) as trainer, _reporting(trainer):
+        if given is None and learns_from == "episodes":
+            _compare_rows(config, trainer.evaluation)
+        result = trainer.play_held_out(samples)
+        step = trainer.step if of_run and given is None else None
     return Evaluation(
         model=str(checkpoint.path) if checkpoint else config.model.path,
         step=step,
         samples=samples,
         temperature=config.eval.temperature,
         seed=config.seed,
-        metrics=metrics,
+        metrics=summarize(result.groups, result.failed),
         problems=problems_of(result.groups, result.failed),
         played=result,
     )
@@ -164,28 +150,18 @@ def _at_work(
 
 @contextmanager
 def _reporting(trainer: RLTrainer) -> Iterator[None]:
-    """Print how many episodes are finished to standard error: one line on a terminal, elsewhere a line now and then."""
-    began, live = time.monotonic(), sys.stderr.isatty()
+    """Print now and then how many episodes are finished, to standard error."""
+    began = time.monotonic()
 
     def report() -> None:
         held_out = trainer.evaluation
         rollouts = held_out.parts if isinstance(held_out, MixedRollout) else [held_out] if held_out else []
         if samples := [sample for rollout in rollouts for sample in rollout.playing]:
             finished = sum(sample.done for sample in samples)
-            line = f"{finished} of {len(samples)} episodes finished, {time.monotonic() - began:.0f} s"
-            if live:
-                sys.stderr.write(f"{AGAIN}{line}")
-                sys.stderr.flush()
-            else:
-                say(line)
+            say(f"{finished} of {len(samples)} episodes finished, {time.monotonic() - began:.0f} s")
 
-    try:
-        with repeated(REDRAW_S if live else REPORT_S, report, "rl4llm-eval-progress"):
-            yield
-    finally:
-        if live:
-            sys.stderr.write(AGAIN)
-            sys.stderr.flush()
+    with repeated(REPORT_S, report, "rl4llm-eval-progress"):
+        yield
 
 
 def _only_held_out(config: Config) -> Config:
@@ -217,20 +193,10 @@ def _learns_from(config: Config) -> str:
             f"algorithm.name={config.algorithm['name']!r} trains a reward/value model, which cannot generate completions. "
             "Its held-out numbers are in eval.jsonl of its run."
         )
-    if (
-        needs.learns_from != "episodes"
-        and config.eval.path is None
-        and config.data.path not in (None, *GENERATED)
-    ):
+    rows = config.eval.path or config.data.path
+    if needs.learns_from != "episodes" and config.eval.path is None and rows not in (None, *GENERATED):
         raise ConfigError(
-            f"data.path={config.data.path!r} is for training. {_what_fits(config, needs.learns_from)}"
+            f"data.path={rows!r} is for training by {needs.learns_from}. Next: eval.path=PROMPTS_WITH_GROUND_TRUTH and "
+            "rewards=[...], with data.prompt_column and data.answer_column of that file."
         )
     return needs.learns_from
-
-
-def _what_fits(config: Config, learns_from: str) -> str:
-    return (
-        f"algorithm.name={config.algorithm['name']!r} learns from {learns_from}; its model is evaluated by its answers. "
-        "Next: eval.path=PROMPTS_WITH_GROUND_TRUTH and rewards=[...], with data.prompt_column and data.answer_column of "
-        "that file."
-    )

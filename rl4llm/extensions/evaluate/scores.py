@@ -91,18 +91,20 @@ def scores(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Score]:
     Only the mean reward is there if no reward defines success. A problem with fewer than k samples left does not count in
     pass@k.
     """
-    found = _scores(problems, ks)
-    for part, own in _by_part(problems).items():
-        found |= {f"part/{part}/{name}": score for name, score in _scores(own, ks).items() if part}
-    return found
+    parts = {part: members for part, members in _by_part(problems).items() if part}
+    return _scores(problems, ks) | {
+        f"part/{part}/{name}": score
+        for part, members in parts.items()
+        for name, score in _scores(members, ks).items()
+    }
 
 
 def scores_by_part(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Score]:
     """Return pass@k for each of `ks`, separately for each part."""
     return {
         f"{part}/{name}": score
-        for part, own in _by_part(problems).items()
-        for name, score in _scores(own, ks).items()
+        for part, members in _by_part(problems).items()
+        for name, score in _scores(members, ks).items()
         if name.startswith("pass@")
     }
 
@@ -114,8 +116,8 @@ def differences_by_part(
     before = _by_part(baseline)
     return {
         f"{part}/{name}": difference
-        for part, own in _by_part(problems).items()
-        for name, difference in differences(own, before.get(part, []), ks).items()
+        for part, members in _by_part(problems).items()
+        for name, difference in differences(members, before.get(part, []), ks).items()
         if name.startswith("pass@")
     }
 
@@ -124,19 +126,16 @@ def differences(
     problems: Sequence[Problem], baseline: Sequence[Problem], ks: Sequence[int]
 ) -> dict[str, Difference]:
     """Return how much better each score is than the baseline's, on the common problems."""
-    found = {}
+    gained = {}
     for name, measure in _measures(problems, ks).items():
         new, old = _by_prompt(measure, problems), _by_prompt(measure, baseline)
-        both = [prompt for prompt in new if prompt in old]
-        if both:
+        if both := [prompt for prompt in new if prompt in old]:
             gains = [new[prompt] - old[prompt] for prompt in both]
-            fewest = min(
-                problem.samples for problem in (*problems, *baseline) if measure(problem) is not None
-            )
+            fewest = min(item.samples for item in (*problems, *baseline) if measure(item) is not None)
             attempts = int(name.removeprefix("pass@")) if name.startswith("pass@") else 1
-            gained = mean_score(gains) if name == "reward" else difference_score(gains, fewest / attempts)
-            found[name] = Difference(statistics.fmean(old[prompt] for prompt in both), gained)
-    return found
+            score = mean_score(gains) if name == "reward" else difference_score(gains, fewest / attempts)
+            gained[name] = Difference(statistics.fmean(old[prompt] for prompt in both), score)
+    return gained
 
 
 def other_questions(problems: Sequence[Problem], baseline: Sequence[Problem]) -> int:
@@ -210,10 +209,10 @@ def _student(freedom: int) -> float:
 
 
 def _by_part(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
-    found: dict[str, list[Problem]] = defaultdict(list)
+    parts: dict[str, list[Problem]] = defaultdict(list)
     for problem in problems:
-        found[problem.part].append(problem)
-    return dict(sorted(found.items()))
+        parts[problem.part].append(problem)
+    return dict(sorted(parts.items()))
 
 
 Measure = Callable[[Problem], float | None]
@@ -222,21 +221,22 @@ Measure = Callable[[Problem], float | None]
 def _measures(problems: Iterable[Problem], ks: Sequence[int]) -> dict[str, Measure]:
     """Return what is measured of one problem, by the name of the score. A measure is None for too few samples."""
     most = max((problem.samples for problem in problems), default=0)
-    shares: dict[str, Measure] = {f"pass@{k}": partial(_pass, k=k) for k in ks}
-    shares[f"mean@{most}"] = _share
-    return {
-        **shares,
-        "reward": lambda problem: statistics.fmean(problem.rewards) if problem.rewards else None,
-    }
+    measures: dict[str, Measure] = {f"pass@{k}": partial(_pass, k=k) for k in ks}
+    measures[f"mean@{most}"] = partial(_pass, k=1)  # the share of the samples that succeeded
+    measures["reward"] = lambda problem: statistics.fmean(problem.rewards) if problem.rewards else None
+    return measures
 
 
 def _scores(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Score]:
-    found = {}
-    for name, measure in _measures(problems, ks).items():
-        values = list(_by_prompt(measure, problems).values())
-        if values:
-            found[name] = mean_score(values) if name == "reward" else share_score(values)
-    return found
+    values = {
+        name: list(_by_prompt(measure, problems).values())
+        for name, measure in _measures(problems, ks).items()
+    }
+    return {
+        name: mean_score(each) if name == "reward" else share_score(each)
+        for name, each in values.items()
+        if each
+    }
 
 
 def _by_prompt(measure: Measure, problems: Iterable[Problem]) -> Mapping[str, float]:
@@ -248,12 +248,6 @@ def _by_prompt(measure: Measure, problems: Iterable[Problem]) -> Mapping[str, fl
     return {name: statistics.fmean(of_roles) for name, of_roles in values.items()}
 
 
-def _share(problem: Problem) -> float | None:
-    if problem.successes is None or not problem.samples:
-        return None
-    return problem.successes / problem.samples
-
-
 def _pass(problem: Problem, k: int) -> float | None:
     """Return pass@k of a problem; None for too few samples."""
     if problem.successes is None or problem.samples < k:
@@ -263,8 +257,8 @@ def _pass(problem: Problem, k: int) -> float | None:
 
 def _successes(decided: Sequence[bool | None]) -> int | None:
     """Return the number of successes; None if no reward defines success."""
-    known = [success for success in decided if success is not None]
-    return sum(known) if known else None
+    outcomes = [success for success in decided if success is not None]
+    return sum(outcomes) if outcomes else None
 
 
 def _problem(group: Group, lost: dict[tuple[str, str, str], int]) -> Problem:
@@ -285,6 +279,6 @@ def _problem(group: Group, lost: dict[tuple[str, str, str], int]) -> Problem:
 
 def _question(episode: Trajectory) -> str:
     """Return the text of the message that the policy answered first, "" without one."""
-    spoke = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
-    first = spoke[-episode.num_turns] if len(spoke) >= episode.num_turns else 0
-    return episode.messages[first - 1].content if first else ""
+    turns = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
+    begin = turns[-episode.num_turns] if len(turns) >= episode.num_turns else 0
+    return episode.messages[begin - 1].content if begin else ""

@@ -10,8 +10,8 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.base_reward import final_reply
-from rl4llm.core.errors import ConfigError
 from rl4llm.core.message import after_thinking
+from rl4llm.core.registry import needed
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.evaluate.benchmarks import Benchmark, Reader, Row
 
@@ -37,7 +37,8 @@ class _Followed(BaseRewardFunction):
     def __init__(self, name: str, metric: str):
         super().__init__(name)
         self._metric = metric
-        self._grade = _grader()
+        grader = needed("lm_eval.tasks.ifeval.utils", "The benchmark ifeval", "ifeval")
+        self._grade = grader.process_results
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
         return float(self._grade(ground_truth, [after_thinking(final_reply(messages))])[self._metric])
@@ -55,17 +56,6 @@ class Loose(_Followed):
 
     def __init__(self, name: str = "loose"):
         super().__init__(name, "prompt_level_loose_acc")
-
-
-def _grader() -> Any:
-    """Return lm-eval's function that grades answers; raise ConfigError if it is not installed."""
-    try:
-        from lm_eval.tasks.ifeval.utils import process_results  # noqa: PLC0415 - an extra, and slow to import
-    except ImportError as error:
-        raise ConfigError(
-            f"The benchmark ifeval needs lm-eval, which cannot be imported ({error}). Next: pip install 'rl4llm[ifeval]'"
-        ) from error
-    return process_results
 
 
 HERE = "rl4llm.extensions.evaluate.benchmarks.ifeval"
