@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from rl4llm.core.errors import ConfigError, DataError, unknown
+from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.runtime.seeds import derive_seed
 
 NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
@@ -24,7 +25,7 @@ FIRST = {
 SECOND = {"+": ", plus {c}", "-": ", minus {c}", "*": ", times {c}"}
 SYSTEM = "Use the calculator, one operation per call. Then write: Answer: <number>"
 DEFAULT_LIMIT = 4096
-LARGEST_LIMIT = 16384  # about half of the held-out problems
+SIZE = 16384  # of a split: about half of the held-out problems
 HELD_OUT_SHARE = 10  # one problem in this many is held out
 
 
@@ -41,10 +42,10 @@ class Calculation:
     @property
     def steps(self) -> list[tuple[str, int]]:
         """The calculator's expressions and results, in order."""
-        first = _apply(self.a, self.op, self.b)
-        steps = [(f"{self.a}{self.op}{self.b}", first)]
+        result = _apply(self.a, self.op, self.b)
+        steps = [(f"{self.a}{self.op}{self.b}", result)]
         if self.op2 is not None and self.c is not None:
-            steps.append((f"{first}{self.op2}{self.c}", _apply(first, self.op2, self.c)))
+            steps.append((f"{result}{self.op2}{self.c}", _apply(result, self.op2, self.c)))
         return steps
 
     @property
@@ -53,21 +54,14 @@ class Calculation:
 
     @property
     def held_out(self) -> bool:
-        return (
-            derive_seed("arithmetic", self.a, self.op, self.b, str(self.op2), str(self.c)) % HELD_OUT_SHARE
-            == 0
-        )
+        number = derive_seed("arithmetic", self.a, self.op, self.b, str(self.op2), str(self.c))
+        return number % HELD_OUT_SHARE == 0
 
     def question(self, choose: random.Random) -> str:
         """Return the problem in words."""
-        words = {
-            "name": choose.choice(NAMES),
-            "things": choose.choice(THINGS),
-            "a": self.a,
-            "b": self.b,
-            "c": self.c,
-        }
-        return (FIRST[self.op] + (SECOND[self.op2] if self.op2 else "") + "?").format(**words)
+        text = FIRST[self.op] + (SECOND[self.op2] if self.op2 else "") + "?"
+        name, things = choose.choice(NAMES), choose.choice(THINGS)
+        return text.format(name=name, things=things, a=self.a, b=self.b, c=self.c)
 
 
 def problems(split: str, seed: int) -> Iterator[tuple[Calculation, random.Random]]:
@@ -87,31 +81,19 @@ def problems(split: str, seed: int) -> Iterator[tuple[Calculation, random.Random
 
 
 def arithmetic_rows(split: str, limit: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """Return prompts with `messages` and `ground_truth`, 4096 or `limit` of them.
-
-    Raises DataError for a limit below 1 or above 16384.
-    """
-    limit = DEFAULT_LIMIT if limit is None else limit
-    if not 1 <= limit <= LARGEST_LIMIT:
-        raise DataError(
-            f"data.limit or eval.limit: {limit} generated prompts are not accepted. Accepted: 1 to {LARGEST_LIMIT}, or null "
-            f"for {DEFAULT_LIMIT}."
-        )
-    rows: list[dict[str, Any]] = []
-    for problem, choose in problems(split, seed):
-        rows.append(
-            {
-                "prompt_id": f"arithmetic-{split}-{len(rows)}",
-                "messages": [
-                    {"role": "system", "content": SYSTEM},
-                    {"role": "user", "content": problem.question(choose)},
-                ],
-                "ground_truth": str(problem.answer),
-            }
-        )
-        if len(rows) >= limit:
-            return rows
-    return rows
+    """Return prompts with `messages` and `ground_truth`, 4096 or at most `limit` of them; a split has 16384."""
+    count = DEFAULT_LIMIT if limit is None else min(limit, SIZE)
+    return [
+        {
+            "prompt_id": f"arithmetic-{split}-{number}",
+            "messages": [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": problem.question(choose)},
+            ],
+            "ground_truth": str(problem.answer),
+        }
+        for number, (problem, choose) in enumerate(islice(problems(split, seed), count))
+    ]
 
 
 def _problem(choose: random.Random) -> Calculation:

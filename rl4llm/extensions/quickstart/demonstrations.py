@@ -60,8 +60,8 @@ def _turns(problem: Calculation, flaw: str | None, choose: random.Random) -> lis
     for expression, result in steps:
         if flaw == "miscopy":
             at = choose.choice([i for i, letter in enumerate(expression) if letter.isdigit()])
-            wrong = expression[:at] + choose.choice("123456789") + expression[at + 1 :]
-            turns += [_call(wrong), _result(result + choose.randint(1, 9))]
+            typo = expression[:at] + choose.choice("123456789") + expression[at + 1 :]
+            turns += [_call(typo), _result(result + choose.randint(1, 9))]
             return [*turns, _answer(result)]
         turns += [_call(expression), _result(result)]
     return [*turns, _answer(steps[-1][1])]

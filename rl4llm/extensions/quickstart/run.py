@@ -40,7 +40,8 @@ def quickstart(directory: Path, *, seed: int, configs: Path, asynchronous: bool 
     if not data.exists():
         data.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(data, "".join(json.dumps(row) + "\n" for row in demonstrations(seed)))
-    _write_model(model, data, seed)
+    if not model.exists():
+        _write_model(model, data, seed)
     show("2/3  warm-up on demonstrations, first clean, then sloppy")
     if not _warm_up(warm_up, warm):
         return False
@@ -79,8 +80,6 @@ def _configured(
 
 
 def _write_model(directory: Path, data: Path, seed: int) -> None:
-    if (directory / "tokenizer_config.json").exists():
-        return
     rows = [json.loads(line) for line in data.read_text().splitlines()[::8]]
     texts = [f"{message['role']}\n{message['content']}\n" for row in rows for message in row["messages"]]
     tokenizer = build_tokenizer(texts)
@@ -100,18 +99,12 @@ def _warm_up(config: Config, result: Path) -> bool:
 
 def _show(run: Path, seconds: float) -> None:
     """Print the held-out results of a run, where its files are, and the commands to see them."""
-    rows = read_jsonl(run / "eval.jsonl")
-    if rows:  # none with eval.every=0
+    if rows := read_jsonl(run / "eval.jsonl"):  # none with eval.every=0
         lines = [
             (f"{row['step']:g}", f"{row['accuracy']:.1%}", f"{row['reward/mean']:.3f}", f"{row['turns']:.1f}")
             for row in rows
         ]
         show(table("held-out problems, greedy", ("step", "held-out success", "reward", "turns"), lines))
-        first, last = rows[0], rows[-1]
-        show(
-            f"The policy solves {last['accuracy']:.1%} of the held-out problems, {first['accuracy']:.1%} before training. "
-            f"It learned to ask the calculator: {last['turns']:.1f} turns an episode, {first['turns']:.1f} before."
-        )
     show(
         f"This start took {seconds / 60:.0f} min. {run} has learning_curve.png, metrics.jsonl, episodes and model.",
         f"tensorboard --logdir {quote(str(run))}",

@@ -62,12 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     stdout = sys.stderr if arguments.json else None
     if code := repeat(recipe, work, variant, seed, arguments.overrides, stdout=stdout):
         return code
-    known = stored(recipe).get(variant)
-    verdict = compared(recipe, known, seed, measured(recipe, work))
+    results = stored(recipe).get(variant)
+    verdict = compared(recipe, results, seed, measured(recipe, work))
     if arguments.json:
         write_json(verdict)
     else:
-        means = {step: f"{share:.1%}" for step, share in known.curve()} if known else {}
+        means = {step: f"{share:.1%}" for step, share in results.curve()} if results else {}
         lines = [[f"{step:g}", f"{share:.1%}", means.get(step, "")] for step, share in verdict["curve"]]
         show(table(f"held-out {recipe.metric}", ("step", "this run", "stored mean"), lines))
         show(*verdict["lines"], f"`rl4llm view {work / 'run'}` shows the run.")
@@ -111,8 +111,7 @@ def _record(
     for key, value in about.items():
         if record[key] != value:  # finished stages are not run again
             raise ConfigError(
-                f"{file.parent} was begun with {key} {record[key]!r}, which is now {value!r}. Next: remove it, or choose "
-                "another --dir."
+                f"{file.parent} was begun with {key} {record[key]!r}. Next: remove it, or choose another --dir."
             )
     return record
 

