@@ -28,7 +28,7 @@ class Change:
 
 def changes(plan: RunPlan) -> list[Change]:
     """Return changes for a run that does not fit: first those that make it fit, then those that save most."""
-    found = []
+    helpful = []
     for keys in _candidates(plan):
         config: Any = plan.config
         for key, value in keys.items():
@@ -39,8 +39,8 @@ def changes(plan: RunPlan) -> list[Change]:
             continue
         if changed.fits or changed.peak.total <= WORTH * plan.peak.total:
             words = tuple(f"{key}={str(value).lower()}" for key, value in keys.items())
-            found.append(Change(words, changed.peak.total, changed.fits))
-    return sorted(found, key=lambda change: (not change.fits, change.peak))
+            helpful.append(Change(words, changed.peak.total, changed.fits))
+    return sorted(helpful, key=lambda change: (not change.fits, change.peak))
 
 
 def _candidates(plan: RunPlan) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from rl4llm.commands.arguments import add_command, add_config, add_json
@@ -23,6 +24,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument(
         "--device-memory",
+        type=size,
         metavar="SIZE",
         help="memory of one GPU, here or on another machine, such as 24GiB; with model.device=cpu, of the machine "
         "(default: this machine's)",
@@ -30,15 +32,23 @@ def add(commands: Any) -> None:
     add_json(command)
 
 
+def size(text: str) -> int:
+    """Return the bytes of a size such as 24GiB or 80GB; argparse reports a ValueError."""
+    match = re.fullmatch(r"([\d.]+)\s*([KMGT])(I?)B", text.strip().upper())
+    if match is None:
+        raise ValueError
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2]))
+
+
 def run(arguments: argparse.Namespace) -> int:
     from rl4llm.config import load_config
     from rl4llm.extensions.inspect.plan.advice import changes
     from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
-    from rl4llm.extensions.inspect.plan.show import as_json, parse_size, tables, verdict
+    from rl4llm.extensions.inspect.plan.show import as_json, tables, verdict
 
     if arguments.devices < 1:
         raise ConfigError(f"--devices {arguments.devices} is not accepted. Accepted: 1 or more.")
-    memory = None if arguments.device_memory is None else parse_size(arguments.device_memory)
+    memory = arguments.device_memory
     config = on_target(load_config(arguments.config, arguments.overrides), memory)
     plan = make_plan(config, arguments.devices, memory)
     smaller = [] if plan.fits else changes(plan)

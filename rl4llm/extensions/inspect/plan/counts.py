@@ -129,14 +129,13 @@ def _environment(setup: Setup) -> tuple[BaseMDPEnv, Any]:
     opponents = setup.config.env.get("opponents")
     silent = None
     if isinstance(opponents, Mapping):
-        playing = (role for role, item in opponents.items() if item not in (None, THE_POLICY))
-        silent = dict.fromkeys(playing, lambda messages: "")
+        roles = (role for role, item in opponents.items() if item not in (None, THE_POLICY))
+        silent = dict.fromkeys(roles, lambda messages: "")
     provided = Provided({"sandbox": lambda: build_sandbox(setup.config), "opponents": lambda: silent})
-    rewards, combine = (
-        build_rewards(setup, provided, dataset[0])  # hosts load them
-        if setup.given.hosted
-        else ([_Unscored("unscored")], None)
-    )
+    rewards: Sequence[BaseRewardFunction] = [_Unscored("unscored")]
+    combine = None
+    if setup.given.hosted:  # hosts load the rewards
+        rewards, combine = build_rewards(setup, provided, dataset[0])
     return build_env(setup, dataset, rewards, combine, provided), measured
 
 
@@ -216,9 +215,9 @@ def _count_rows(setup: Setup, context_length: int) -> Counts:
 def _images(trajectories: Sequence[Trajectory], batch: TrainBatch) -> dict[str, int]:
     """Return the image tokens of the trajectory that has most of them, and those of a batch."""
     places = [images_of(trajectory.spans) for trajectory in trajectories]
-    lengths = {place.image: place.length for own in places for place in own}
+    lengths = {place.image: place.length for images in places for place in images}
     return {
-        "image_tokens": max(sum(place.length for place in own) for own in places),
+        "image_tokens": max(sum(place.length for place in images) for images in places),
         "seen_tokens": sum(lengths[image] for image in batch.images),
     }
 

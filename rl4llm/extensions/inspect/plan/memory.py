@@ -56,6 +56,10 @@ class Models:
     tower: TowerShape | None = None
 
 
+def _nonzero(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if size}
+
+
 class Memory:
     """The memory of one of `ranks` devices."""
 
@@ -71,30 +75,28 @@ class Memory:
 
     def phases(self) -> list[Phase]:
         """Return what the device holds in each phase, once the optimizer has its moments."""
-        found = [self._start()]
+        phases = [self._start()]
         if self.needs.learns_from == "episodes":
-            found.extend(self._rollouts())
+            phases.extend(self._rollouts())
         if self.needs.old_logprobs or self.needs.reference or self.needs.critic:
-            found.append(self._logprobs())
+            phases.append(self._logprobs())
         if self.critic and self.models.critic:
-            found.append(self._update("critic", self.models.critic, self.critic, values=True))
-        found.append(self._update("update", self.models.policy, self.policy, values=self.needs.value_head))
-        return [
-            Phase(phase.name, {name: size for name, size in phase.parts.items() if size}) for phase in found
-        ]
+            phases.append(self._update("critic", self.models.critic, self.critic, values=True))
+        phases.append(self._update("update", self.models.policy, self.policy, values=self.needs.value_head))
+        return [Phase(phase.name, _nonzero(phase.parts)) for phase in phases]
 
     def on_host(self) -> Phase:
         """Return what offload keeps in the machine's memory for this device."""
-        held = [model for model in (self.policy, self.critic, self.reference) if model] if self.on_gpu else []
-        waiting = held if self.config.inference.get("cohost") else []
+        if not self.on_gpu:
+            return Phase("host")
+        models = [model for model in (self.policy, self.critic, self.reference) if model]
+        waiting = models if self.config.inference.get("cohost") else []
         parts = {
-            "offloaded": sum(model.host for model in held),
-            "models while the server has the device": sum(
-                model.weights + model.optimizer for model in waiting
-            ),
-            VERSIONS: -(-self._versions() // self.ranks) if self.on_gpu else 0,
+            "offloaded": sum(model.host for model in models),
+            "models while the server has the device": sum(item.weights + item.optimizer for item in waiting),
+            VERSIONS: -(-self._versions() // self.ranks),
         }
-        return Phase("host", {name: size for name, size in parts.items() if size})
+        return Phase("host", _nonzero(parts))
 
     def _versions(self) -> int:
         """Return the bytes of all versions of the weights if servers read them from shared memory, once for all ranks."""
@@ -139,13 +141,13 @@ class Memory:
         if tower is None:
             return {}
         images, feature = counts.rows + counts.held_out, tower.features * self.precision.weights
-        kept = min(FEATURE_BYTES, images * counts.image_tokens * feature)
+        features = max(
+            min(FEATURE_BYTES, images * counts.image_tokens * feature), counts.seen_tokens * feature
+        )
         pixels = min(KEPT, images) * counts.image_tokens * tower.pixels
         return {
             "image towers": self._towers,
-            "features of images": self._sighted * max(kept, counts.seen_tokens * feature)
-            if self.frozen
-            else 0,
+            "features of images": self._sighted * features if self.frozen else 0,
             "pixels of images": 0 if self.on_gpu else pixels,
         }
 
@@ -168,12 +170,12 @@ class Memory:
 
         Models that the ranks shard come to a device in pieces; on a CPU they are first in the memory of the first rank.
         """
-        kept, most = sum(self.models.others.values()) + self._towers, 0
+        loaded, most = sum(self.models.others.values()) + self._towers, 0
         for model in filter(None, (self.policy, self.critic, self.reference)):
             in_pieces = model.weights < model.whole and self.on_gpu
-            most = max(most, kept + (model.weights + model.piece if in_pieces else model.whole))
-            kept += model.weights + model.buckets
-        most = max(most, kept)
+            most = max(most, loaded + (model.weights + model.piece if in_pieces else model.whole))
+            loaded += model.weights + model.buckets
+        most = max(most, loaded)
         return Phase("start", {"weights of all models": most, "sleeping server": self._sleeping})
 
     def _rollouts(self) -> Iterator[Phase]:
@@ -197,14 +199,11 @@ class Memory:
     def _logprobs(self) -> Phase:
         """Plan the passes without a gradient: the policy before its update, the reference, the critic."""
         counts, shape = self.counts, self.models.policy
+        values = self.needs.value_head
+        working = shape.working(self.precision, counts.tokens, backward=False)
         parts = {
-            "layers": max(
-                shape.working(self.precision, counts.tokens, backward=False), self._seeing(backward=False)
-            )
-            + self.policy.casts,
-            "log-probs": head_memory(
-                shape, self.precision, counts.trains, backward=False, values=self.needs.value_head
-            ),
+            "layers": max(working, self._seeing(backward=False)) + self.policy.casts,
+            "log-probs": head_memory(shape, self.precision, counts.trains, backward=False, values=values),
             "gathered": max(model.gathered for model in (self.policy, self.critic, self.reference) if model),
             "batches": self._batches(),
         }
@@ -212,22 +211,16 @@ class Memory:
 
     def _update(self, name: str, shape: ModelShape, model: ModelMemory, *, values: bool) -> Phase:
         counts, precision = self.counts, self.precision
-        kept = shape.activations(
-            precision, counts.tokens, counts.keys, checkpointing=self.config.model.gradient_checkpointing
-        )
-        grown = {
-            "gradients": model.gradients,
-            "activations": kept
-            + shape.working(precision, counts.tokens, backward=True)
-            + model.casts
-            + self._seeing(backward=True),
-        }
+        checkpointing = self.config.model.gradient_checkpointing
+        activations = shape.activations(precision, counts.tokens, counts.keys, checkpointing=checkpointing)
+        activations += shape.working(precision, counts.tokens, backward=True) + self._seeing(backward=True)
+        grown = {"gradients": model.gradients, "activations": activations + model.casts}
         if counts.micro_batches == 1:
             # Layers free their activations as their gradients appear. Only a second micro-batch coexists with all gradients.
-            larger = "gradients" if grown["gradients"] > grown["activations"] else "activations"
+            larger = max(reversed(grown), key=grown.__getitem__)
             grown = {larger: grown[larger]}
-        asked = head_memory(shape, precision, counts.trains, backward=True, values=values)
-        parts = {**grown, "log-probs": asked, "gathered": model.gathered, "batches": self._batches()}
+        head = head_memory(shape, precision, counts.trains, backward=True, values=values)
+        parts = {**grown, "log-probs": head, "gathered": model.gathered, "batches": self._batches()}
         return Phase(name, {**self._resident(), **parts})
 
     def _seeing(self, *, backward: bool) -> int:
@@ -239,9 +232,9 @@ class Memory:
         tokens = self.counts.seen_tokens
         tokens = tokens if self.trained else min(tokens, max(TOGETHER, self.counts.image_tokens))
         patches, plain = tokens * tower.patches, replace(self.precision, autocast=False)
-        kept = tokens * tower.merged * plain.weights if backward else 0
-        kept += tower.layers.activations(plain, patches, patches, checkpointing=False) if backward else 0
-        return tokens * tower.inputs + kept + tower.layers.working(plain, patches, backward=backward)
+        graph = tokens * tower.merged * plain.weights if backward else 0
+        graph += tower.layers.activations(plain, patches, patches, checkpointing=False) if backward else 0
+        return tokens * tower.inputs + graph + tower.layers.working(plain, patches, backward=backward)
 
     def _batches(self) -> int:
         """Return the bytes of batches: all are in the CPU's memory, but only one micro-batch at a time on a GPU."""

@@ -96,16 +96,16 @@ def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> Ru
     context_length, _ = context_limit(policy, config.inference.get("context_length"))
     counts = count(setup, context_length)
     models = _models(setup, policy)
-    held = Memory(setup, counts, models, devices)
+    estimate = Memory(setup, counts, models, devices)
     return RunPlan(
         config=with_steps(setup.config, counts.rows, devices)[0],
         counts=counts,
         models=models,
-        phases=held.phases(),
+        phases=estimate.phases(),
         devices=devices,
         machine=machine,
         memory=_memory(machine.device) if memory is None else memory,
-        host=held.on_host(),
+        host=estimate.on_host(),
         host_memory=psutil.virtual_memory().total if memory is None else None,
     )
 
@@ -115,31 +115,30 @@ def _models(setup: Setup, policy: Any) -> Models:
     config, needs = setup.config, setup.needs
     lora = config.model.lora
     plain = shape_of(policy)
-    own = shape_of(policy, lora_rank=lora.rank, lora_targets=lora.targets) if lora.rank else plain
-    reference = None
+    trained = shape_of(policy, lora_rank=lora.rank, lora_targets=lora.targets) if lora.rank else plain
+    reference = critic = None
     if needs.separate_reference(adapter=lora.rank > 0):
         reference = plain if needs.reference_path is None else read_shape(needs.reference_path)
-    critic = None
     if needs.critic is not None:
         critic = plain if needs.critic.path is None else read_shape(needs.critic.path)
     tower = None if config.model.vision == "none" else read_tower(config.model.path)
-    return Models(own, critic, reference, _others(setup), tower)
+    return Models(trained, critic, reference, _others(setup), tower)
 
 
 def _others(setup: Setup) -> dict[str, int]:
     """Return the bytes of the models that rewards and opponents load onto the device, by name and path."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in by_part(setup.config).values():
         opponents = part.env.get("opponents")
-        played = opponents.values() if isinstance(opponents, Mapping) else ()
-        for item in (*(part.rewards or ()), *played):
+        players = opponents.values() if isinstance(opponents, Mapping) else ()
+        for item in (*(part.rewards or ()), *players):
             if not isinstance(item, Mapping) or item.get("name") not in BRING_MODELS or "path" not in item:
                 continue
-            elsewhere = item.get("device", BRING_MODELS[item["name"]]) == "cpu" and setup.machine.on_gpu
-            if not elsewhere:
+            device = item.get("device", BRING_MODELS[item["name"]])
+            if device != "cpu" or not setup.machine.on_gpu:
                 number = Precision.of(item.get("dtype", "float32")).weights
-                found[f"{item['name']} {item['path']}"] = read_shape(item["path"]).parameters * number
-    return found
+                sizes[f"{item['name']} {item['path']}"] = read_shape(item["path"]).parameters * number
+    return sizes
 
 
 def _memory(device: str) -> int:

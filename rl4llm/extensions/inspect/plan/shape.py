@@ -23,7 +23,7 @@ def read_shape(path: str, *, lora_rank: int = 0, lora_targets: Sequence[str] = (
 def shape_of(model: Any, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()) -> ModelShape:
     """Return the sizes of a model, which may be on the meta device, and of its adapter of rank `lora_rank`."""
     config = model.config.get_text_config()
-    widest = max(map(_attention, _layers(config)), key=lambda found: (found[0] + 2 * found[1]) * found[2])
+    widest = max(map(_attention, _layers(config)), key=lambda sizes: (sizes[0] + 2 * sizes[1]) * sizes[2])
     heads, kv_heads, head_dim = widest  # by a token's queries, keys and values
     # transformers numbers the layers: model.layers.3.mlp.up_proj.weight
     inner = sum(
@@ -107,8 +107,8 @@ def with_tower(shape: ModelShape, tower: TowerShape | None) -> ModelShape:
     """Return the sizes of a model together with its image side, whose weights count as those outside the layers."""
     if tower is None:
         return shape
-    own = tower.layers.parameters
-    return replace(shape, parameters=shape.parameters + own, root=shape.root + own)
+    added = tower.layers.parameters
+    return replace(shape, parameters=shape.parameters + added, root=shape.root + added)
 
 
 def _layers(config: Any) -> Sequence[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,28 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from rl4llm.commands.output import table
-from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.inspect.plan.advice import Change
 from rl4llm.extensions.inspect.plan.memory import VERSIONS
 from rl4llm.extensions.inspect.plan.plan import SERVER_SHARE, RunPlan
-
-BASES = {"B": 1000, "IB": 1024}
-UNITS = {f"{letter}{unit}": BASES[unit] ** power for power, letter in enumerate("KMGT", 1) for unit in BASES}
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 24GiB. Raises ConfigError for anything else.
-
-    >>> parse_size("1.5 GiB")
-    1610612736
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text, re.IGNORECASE)
-    size = int(float(found[1]) * UNITS[found[2].upper()]) if found else 0
-    if not size:
-        raise ConfigError(
-            f"--device-memory {text!r} is not accepted. Accepted: a number and a unit, such as 24GiB or 80GB."
-        )
-    return size
 
 
 def size_text(size: int) -> str:
@@ -45,53 +25,46 @@ def tables(plan: RunPlan) -> Iterator[Table]:
     yield _memory(plan)
 
 
-def verdict(plan: RunPlan, found: Sequence[Change]) -> list[str]:
+def verdict(plan: RunPlan, helpful: Sequence[Change]) -> list[str]:
     """Return lines on whether the run fits, and which keys to change if it does not."""
-    peak, where = (
-        plan.peak,
-        f"{size_text(plan.memory)} of {'this machine' if plan.device == 'cpu' else 'each device'}",
-    )
-    host = list(_host(plan))
+    peak, host, total = plan.peak, list(_host(plan)), plan.counts.trajectories
+    where = f"{size_text(plan.memory)} of {'this machine' if plan.device == 'cpu' else 'each device'}"
+    share = f"{SERVER_SHARE:.0%} of {where}"
     if plan.fits:
         lines = [f"It fits: at most {size_text(peak.total)}, in the phase {peak.name}, in {where}."]
         if plan.served is not None:
-            played = plan.counts.trajectories
-            held = f"{plan.served:,} of {played:,}" if plan.served < played else f"all {played:,}"
             lines.append(
-                f"With {SERVER_SHARE:.0%} of the device, the server runs {held} sequences of the maximum length at once."
+                f"With {share}, the server runs {min(plan.served, total):,} of {total:,} sequences at once."
             )
         return [*lines, *host]
-    room = f"{size_text(plan.room)} of {where} are available"
-    lines = [f"It does NOT fit: {size_text(peak.total)} in the phase {peak.name}, but {room}."]
+    lines = [
+        f"{size_text(peak.total)} in the phase {peak.name}, and {size_text(plan.room)} of {where} are available."
+    ]
     if peak.total <= plan.room:
-        lines = [
-            f"It does NOT fit: with {SERVER_SHARE:.0%} of {where}, the server has no room for one sequence of the maximum "
-            f"length, {plan.counts.longest:,} tokens, beside its weights."
-        ]
-    for change in found:
+        lines = [f"with {share}, the server has no room for a sequence of {plan.counts.longest:,} tokens."]
+    lines = [f"It does NOT fit: {lines[0]}"]
+    for change in helpful:
         fits = "fits" if change.fits else "still too much"
         lines.append(f"  {' '.join(change.overrides)}: {size_text(change.peak)}, {fits}")
-    helpless = [] if found else ["No single key helps: use a smaller model or more devices (--devices)."]
+    helpless = [] if helpful else ["No single key helps: use a smaller model or more devices (--devices)."]
     return [*lines, *helpless, *host]
 
 
 def _host(plan: RunPlan) -> Iterator[str]:
     """Yield what offload takes of the machine's memory, and a warning if this machine has less."""
-    each, needed = plan.host.total, plan.host.total * plan.devices
-    if not each:
+    needed = plan.host.total * plan.devices
+    if not needed:
         return
-    of = ", ".join(f"{name} {size_text(size)}" for name, size in plan.host.parts.items())
-    several = (
-        f" for each device, {size_text(needed)} for {plan.devices} on one machine" if plan.devices > 1 else ""
-    )
-    yield f"The machine's own memory also holds {size_text(each)}{several}: {of}."
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.host.parts.items())
+    each = f"{size_text(plan.host.total)} for each of {plan.devices} devices"
+    yield f"The machine's own memory also holds {each}: {parts}."
     # versions are on the disk where there is no room
     forced = needed - plan.devices * plan.host.parts.get(VERSIONS, 0)
     if plan.host_memory is not None and forced > plan.host_memory:
         yield f"warning: this machine has only {size_text(plan.host_memory)} of it."
 
 
-def as_json(plan: RunPlan, found: Sequence[Change]) -> dict[str, Any]:
+def as_json(plan: RunPlan, helpful: Sequence[Change]) -> dict[str, Any]:
     """Return the whole plan, in bytes and tokens."""
     return {
         "fits": plan.fits,
@@ -108,23 +81,23 @@ def as_json(plan: RunPlan, found: Sequence[Change]) -> dict[str, Any]:
         "served": plan.served,
         "host": {"bytes": plan.host.total, "has": plan.host_memory, **plan.host.parts},
         "phases": {phase.name: {"total": phase.total, **phase.parts} for phase in plan.phases},
-        "changes": [asdict(change) for change in found],
+        "changes": [asdict(change) for change in helpful],
     }
 
 
 def _counts(plan: RunPlan) -> Table:
     counts, ranks, config = plan.counts, plan.devices, plan.config
-    played = f"{counts.prompts * ranks:,} prompts x {counts.samples} samples"
-    played += f" x {counts.roles} roles" if counts.roles > 1 else ""
+    factors = f"{counts.prompts * ranks:,} prompts x {counts.samples} samples"
+    factors += f" x {counts.roles} roles" if counts.roles > 1 else ""
+    several = f" on each of {ranks} ranks" if ranks > 1 else ""
     rows = {
         "training rows": f"{counts.rows:,} ({counts.held_out:,} held out), {counts.usual:.0f} tokens on average",
-        "sequences": f"{played} = {counts.trajectories * ranks:,}",
+        "sequences": f"{factors} = {counts.trajectories * ranks:,}",
         "tokens of a sequence": f"{counts.prompt_tokens:,} of the prompt + {counts.new_tokens:,} = {counts.longest:,}",
         "of them images": f"{counts.image_tokens:,}" if counts.image_tokens else "",
         "tokens that are computed": f"{counts.step_tokens * ranks:,}",
         "optimizer steps": f"{counts.updates}",
-        "micro-batches of each": f"{counts.micro_batches}"
-        + (f" on each of {ranks} ranks" if ranks > 1 else ""),
+        "micro-batches of each": f"{counts.micro_batches}{several}",
         "tokens of a micro-batch": f"{counts.padded:,}",
         "in the whole run": f"{config.max_steps:,} steps, {config.max_steps * counts.updates:,} optimizer steps, "
         f"{config.max_steps * counts.trajectories * ranks:,} sequences",
@@ -138,10 +111,8 @@ def _memory(plan: RunPlan) -> Table:
     rows = []
     for phase in plan.phases:
         parts = sorted(phase.parts.items(), key=lambda part: -part[1])
-        named = ", ".join(
-            f"{name} {size_text(size)}" for name, size in parts if size >= 2**20 or size == parts[0][1]
-        )
+        sizes = [f"{name} {size_text(size)}" for name, size in parts if size >= 2**20 or size == parts[0][1]]
         mark = " <- peak" if phase is plan.peak else ""
-        rows.append((phase.name, f"{size_text(phase.total)}{mark}", named))
+        rows.append((phase.name, f"{size_text(phase.total)}{mark}", sizes))
     title = f"memory of one device: {policy.name}, {policy.parameters:,} parameters"
     return table(title, ("phase", "bytes", "made of"), rows)
