@@ -83,14 +83,17 @@ def model_card(
     language = ("text-generation", "AutoModelForCausalLM")
     kind, loader = next((KINDS[end] for end in KINDS if architecture.endswith(end)), language)
     metadata = _origin(base, base_card or {})
-    known = f"The base model's card states the license {metadata['license']}."
-    unknown = "Its license is unknown: set that of the base model, or a stricter one, before publishing."
+    license_text = f"The base model's card states the license {metadata['license']}."
+    if metadata["license"] == "unknown":
+        license_text = (
+            "Its license is unknown: set that of the base model, or a stricter one, before publishing."
+        )
     written = dict(_references(as_written(replace(config, references={})), as_written(config)))
     code = LOADS.format(loader) + (ASKS if loader == language[1] else "")
     lines = [
         f"# {base}, trained with {name}\n",
         f"{step} steps of {name} on {data}, by rl4llm {rl4llm.__version__}.",
-        unknown if metadata["license"] == "unknown" else known,
+        license_text,
         "",
         *_results([row for row in evaluations if row["step"] <= step]),
     ]
@@ -104,9 +107,8 @@ def model_card(
             lines += _request(keys, (systems or {}).get(part, ()), written)
         lines += ["## Use\n", *_block("bash", SERVERS)]
     lines += _block("python", code)
-    settings = {
-        key: as_written(config)[key] for key in ("algorithm", "rollout", "training", "seed", "max_steps")
-    }
+    sections = as_written(config)
+    settings = {key: sections[key] for key in ("algorithm", "rollout", "training", "seed", "max_steps")}
     settings_text = DIRECTORY.sub("", yaml.safe_dump(settings, sort_keys=False)).strip()
     lines += ["## Training\n", *_block("yaml", settings_text)]
     tags = ModelCardData(library_name="transformers", pipeline_tag=kind, tags=["rl4llm", name], **metadata)
@@ -157,11 +159,11 @@ def _request(config: Config, systems: Sequence[str], written: Mapping[str, str])
         yield "The system prompt differs between prompts; this is one of them.\n"
     configured = config.data.system_prompt or config.env.get("system_prompt") or ""
     system = shown(next(filter(None, systems), "" if systems else configured))
-    asked = shown(config.data.prompt_template or "").replace("{prompt}", QUESTION) or QUESTION
+    question = shown(config.data.prompt_template or "").replace("{prompt}", QUESTION) or QUESTION
     texts = [("system", system)] if system else []
     request: dict[str, Any] = {
         "model": ".",
-        "messages": [{"role": role, "content": text} for role, text in (*texts, ("user", asked))],
+        "messages": [{"role": role, "content": text} for role, text in (*texts, ("user", question))],
         "chat_template_kwargs": redacted(config.env.get("template_args") or {}),
         "tools": redacted(_tools(config)),
         "max_tokens": config.rollout.max_tokens,

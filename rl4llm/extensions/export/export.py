@@ -29,7 +29,7 @@ def export(
     run = RunDir(run_dir)
     if not run.config_file.is_file():
         raise RunDirError(
-            f"{run_dir} is not a run: {run.config_file.name} is missing. Accepted: the output.dir of a run."
+            f"{run_dir} is not a run: config.yaml is missing. Accepted: the output.dir of a run."
         )
     if target.exists():
         raise ConfigError(f"{target} exists. Next: remove it, or choose another path.")
@@ -53,35 +53,26 @@ def export(
 
 
 def _model_of(path: str, run: Path) -> str:
-    """Return where the model is that a run started from: a relative path may also count from a directory above the run.
-
-    Raises ModelError if it is in none of them and is not a name on the hub.
-    """
+    """Return where the model is that a run started from: a relative path may also count from a directory above the run."""
     if Path(path).exists():
         return path
     above = next((place / path for place in run.absolute().parents if (place / path).is_dir()), None)
     try:
         return check_model_path(path) if above is None else str(above)
     except ModelError as error:
-        raise ModelError(
-            f"{error} It is not above {run} either. Next: add model.path=DIRECTORY to the command."
-        ) from error
+        raise ModelError(f"{error} Next: add model.path=DIRECTORY to the command.") from error
 
 
 def _checkpoint(run: RunDir, step: int | None) -> Checkpoint:
     if step is None:
         checkpoint = latest_checkpoint(run.checkpoints_dir)
         if checkpoint is None:
-            raise RunDirError(
-                f"{run.path} has no checkpoint yet. Train for checkpoint.every steps or until the end."
-            )
+            raise RunDirError(f"{run.path} has no checkpoint yet. Train for checkpoint.every steps.")
         return checkpoint
-    kept = {
-        int(path.name.split("-")[1]): path
-        for path in run.checkpoints_dir.glob("step-*")
-        if path.name[5:].isdigit()
-    }
-    if step not in kept:
-        known = ", ".join(map(str, sorted(kept))) or "none"
-        raise RunDirError(f"{run.path} has no checkpoint of step {step}. It has: {known}.")
-    return read_checkpoint(kept[step])
+    names = [path.name for path in run.checkpoints_dir.glob("step-*") if path.name[5:].isdigit()]
+    steps = {int(name[5:]): name for name in sorted(names)}
+    if step not in steps:
+        raise RunDirError(
+            f"{run.path} has no checkpoint of step {step}. It has: {', '.join(map(str, steps))}."
+        )
+    return read_checkpoint(run.checkpoints_dir / steps[step])

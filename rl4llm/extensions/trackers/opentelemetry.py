@@ -12,7 +12,6 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from rl4llm.core.errors import unknown
 from rl4llm.tracking.tracker import TimedPhase, TrackedRun, Tracker
 
 EXPORTERS = "opentelemetry_traces_exporter"
@@ -34,9 +33,9 @@ class OpenTelemetryTracker(Tracker):
             "rl4llm.project": run.project,
         }
         self._exporters: list[_Exporter] = []
-        given = trace.get_tracer_provider()
-        self._own = None if isinstance(given, TracerProvider) else self._provider()
-        self._tracer = (self._own or given).get_tracer("rl4llm")
+        provider = trace.get_tracer_provider()
+        self._provider = None if isinstance(provider, TracerProvider) else self._make_provider()
+        self._tracer = (self._provider or provider).get_tracer("rl4llm")
         self._metrics: Mapping[str, float] = {}
         self._last: trace.Span | None = None
 
@@ -53,32 +52,30 @@ class OpenTelemetryTracker(Tracker):
         before = [phase for phase in phases if whole is None or phase.start < whole.start]
         self._send(before, self._last)
         if whole is not None:
-            counted = {"episodes": "trajectories", "tokens": "update/tokens"}
-            numbers = {
-                name: self._metrics[metric] for name, metric in counted.items() if metric in self._metrics
-            }
-            facts = {f"rl4llm.{name}": int(value) for name, value in numbers.items()}
-            about = self._run | {"rl4llm.step": step, "rl4llm.version": step} | facts
-            self._last = self._tracer.start_span("step", trace.set_span_in_context(trace.INVALID_SPAN), attributes=about,
-                                                 start_time=_ns(whole.start))  # fmt: skip
+            about: dict[str, str | int] = {**self._run, "rl4llm.step": step, "rl4llm.version": step}
+            for name, metric in (("episodes", "trajectories"), ("tokens", "update/tokens")):
+                if metric in self._metrics:
+                    about[f"rl4llm.{name}"] = int(self._metrics[metric])
+            root = trace.set_span_in_context(trace.INVALID_SPAN)
+            self._last = self._tracer.start_span("step", root, attributes=about, start_time=_ns(whole.start))
             self._send([phase for phase in phases if phase is not whole and phase not in before], self._last)
             self._last.end(_ns(whole.end))
         self._check()
 
     def close(self) -> None:
-        if self._own is not None:
-            self._own.shutdown()
+        if self._provider is not None:
+            self._provider.shutdown()
         self._check()
 
     def _send(self, phases: Sequence[TimedPhase], parent: trace.Span | None) -> None:
         within = trace.set_span_in_context(parent or trace.INVALID_SPAN)
         for phase in phases:
-            span = self._tracer.start_span(
-                phase.name, within, attributes=self._run, start_time=_ns(phase.start)
+            start = _ns(phase.start)
+            self._tracer.start_span(phase.name, within, attributes=self._run, start_time=start).end(
+                _ns(phase.end)
             )
-            span.end(_ns(phase.end))
 
-    def _provider(self) -> TracerProvider:
+    def _make_provider(self) -> TracerProvider:
         named = Resource({"service.name": "rl4llm"}).merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=Resource.create().merge(named))
         self._exporters = [_Exporter(exporter) for exporter in exporters()]
@@ -118,20 +115,15 @@ def exporters() -> list[SpanExporter]:
     log = logging.getLogger("opentelemetry.exporter")
     if log.level == logging.NOTSET:
         log.setLevel(logging.CRITICAL)  # it logs each failure, and the run reports the first
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
-        "OTEL_EXPORTER_OTLP_PROTOCOL"
-    )
-    otlp = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
-    asked = [name.strip() for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(",")]
-    known = {point.name: point for point in entry_points(group=EXPORTERS)}
-    names = [otlp if name == "otlp" else name for name in asked if name not in ("", "none")]
-    for name in names:
-        if name not in known:
-            raise OSError(unknown("OTEL_TRACES_EXPORTER", name, ["otlp", "none", *known]))
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next(filter(None, map(os.environ.get, variables)), "http")
+    aliases = {"otlp": "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"}
+    names = [name.strip() for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(",")]
+    points = {point.name: point for point in entry_points(group=EXPORTERS)}
     try:
-        return [known[name].load()() for name in names]
-    except (ImportError, ValueError) as error:  # a package is broken, or a variable is
-        raise OSError(f"{', '.join(names)}: {error}") from error
+        return [points[aliases.get(name, name)].load()() for name in names if name not in ("", "none")]
+    except (KeyError, ImportError, ValueError) as error:  # a package is missing or broken, or a variable is
+        raise OSError(f"OTEL_TRACES_EXPORTER={','.join(names)}: {error!r}") from error
 
 
 def _ns(seconds: float) -> int:

@@ -34,12 +34,9 @@ class PrometheusTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         evaluated = any(name.startswith("eval/") for name in metrics)
-        kept = {
-            name: value
-            for name, value in self._gauges.values.items()
-            if name.startswith("eval/") is not evaluated
-        }
-        self._gauges.values = {**kept, **metrics, "step": step}
+        values = self._gauges.values.items()
+        others = {name: value for name, value in values if name.startswith("eval/") is not evaluated}
+        self._gauges.values = {**others, **metrics, "step": step}
 
     def close(self) -> None:
         self._server.shutdown()

@@ -72,9 +72,8 @@ def _lines(rows: list[Graded]) -> Iterable[str]:
         for row in rows
     ]  # fmt: skip
     widths = [max(map(len, cells)) for cells in zip(*(cells[:4] for cells in table), strict=True)]
-    for *cells, why in table:
-        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        yield "  ".join([*padded, why]).rstrip()
+    for row in table:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip()
 
 
 def _cell(answers: list[str], between: str) -> str:

@@ -34,16 +34,16 @@ def grade(file: str, reply: str | None, answer: str, reward: MathReward) -> list
     Without `reply`, the reply is in the column reply or messages. A row without a reply or an answer is not graded. Raises
     DataError for a file that cannot be read or has no row to grade.
     """
-    read = [(place, _sample(row, reply, answer)) for place, row in read_rows(file, "train")]
-    samples = [sample for _, sample in read if isinstance(sample, SampleState)]
+    rows = [(place, _sample(row, reply, answer)) for place, row in read_rows(file, "train")]
+    samples = [sample for _, sample in rows if isinstance(sample, SampleState)]
     if not samples:
-        raise DataError(next((f"{place}: {error}" for place, error in read), f"{file} has no rows."))
+        raise DataError(next((f"{place}: {error}" for place, error in rows), f"{file} has no rows."))
     scores = iter(reward.score_batch(samples))
     return [
         _graded(place, sample, next(scores), reward)
         if isinstance(sample, SampleState)
         else Graded(place, None, [], [], str(sample))
-        for place, sample in read
+        for place, sample in rows
     ]
 
 
@@ -58,34 +58,28 @@ def counts(rows: Sequence[Graded]) -> str:
 
 def _sample(row: Any, reply: str | None, answer: str) -> SampleState | DataError:
     """Return the reply of a row as a sample whose ground truth can be read, or what is wrong with the row."""
+    if not isinstance(row, Mapping):
+        return DataError(f"{row!r:.100} is not an object with columns.")
+    column = reply or ("messages" if "reply" not in row and "messages" in row else "reply")
+    for name in (column, answer):
+        if name not in row:
+            return DataError(f"The column {name!r} is missing. Next: set --reply-column or --answer-column.")
     try:
-        if not isinstance(row, Mapping):
-            raise DataError(f"{row!r:.100} is not accepted. Accepted: an object with columns.")
-        column = reply or ("messages" if "reply" not in row and "messages" in row else "reply")
-        messages = _messages(_of(row, column, "--reply-column"), column)
-        ground_truth = _of(row, answer, "--answer-column")
-        accepted_answers(ground_truth)
-        return as_sample(messages, ground_truth, {})
+        accepted_answers(row[answer])
+        return as_sample(_messages(row[column], column), row[answer], {})
     except DataError as error:
         return error
 
 
-def _messages(said: Any, column: str) -> list[ChatMessage]:
-    said = messages_in(said, column)
-    items = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
+def _messages(cell: Any, column: str) -> list[ChatMessage]:
+    cell = messages_in(cell, column)
+    items = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
-        raise DataError(f"{column}={said!r:.100} is not accepted. Accepted: a string, or a list of messages.")
+        raise DataError(f"{column}={cell!r:.100} is neither a string nor a list of messages.")
     messages = [ChatMessage.from_dict(item) for item in items]
     if all(message.role != "assistant" for message in messages):
-        raise DataError(f"{column} has no message of the assistant. Add the reply, or remove the row.")
+        raise DataError(f"{column} has no message of the assistant.")
     return messages
-
-
-def _of(row: Mapping[str, Any], column: str, option: str) -> Any:
-    if column not in row:
-        there = ", ".join(map(str, row)) or "none"
-        raise DataError(f"The column {column!r} is missing. Columns: {there}. Next step: set {option}.")
-    return row[column]
 
 
 def _graded(place: str, sample: SampleState, score: float | RewardFailure, reward: MathReward) -> Graded:

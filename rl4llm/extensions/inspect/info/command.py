@@ -40,6 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
         from rl4llm.extensions.inspect.info.model import facts_of
 
         show_facts([facts_of(arguments.path)], arguments.json)
-        return 0
-    show_facts(facts(arguments.topic), arguments.json)
+    else:
+        show_facts(facts(arguments.topic), arguments.json)
     return 0

@@ -58,10 +58,10 @@ def first_sentence(table: Registry[Any], name: str) -> str:
 def _docstring(module: str, attribute: str) -> str | None:
     """Read the docstring of a class or function without importing its module; return None if its source has none."""
     top, *inner = module.split(".")
-    found = importlib.util.find_spec(top)
-    if found is None or not found.submodule_search_locations or not inner:
+    spec = importlib.util.find_spec(top)
+    if spec is None or not spec.submodule_search_locations or not inner:
         return None
-    file = Path(found.submodule_search_locations[0], *inner).with_suffix(".py")
+    file = Path(spec.submodule_search_locations[0], *inner).with_suffix(".py")
     for node in ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else ():
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == attribute:
             return ast.get_docstring(node)
@@ -116,8 +116,10 @@ def _algorithms() -> Iterator[Facts]:
         except (RL4LLMError, ImportError):  # `what` contains the error
             rows.append((name, what, [], {}))
             continue
-        own = {key: value for key, value in _options(algorithm).items() if shared.get(key, object) != value}
-        rows.append((name, what, list(_needs(algorithm)), own))
+        special = {
+            key: value for key, value in _options(algorithm).items() if shared.get(key, object) != value
+        }
+        rows.append((name, what, list(_needs(algorithm)), special))
     columns = ("name", "what", "needs", "special options and defaults")
     yield Facts("algorithms", "algorithms (algorithm.name)", columns, rows)
     every = [(key, repr(value)) for key, value in shared.items()]
@@ -141,6 +143,5 @@ def _needs(algorithm: Callable[[], Any]) -> Iterator[str]:
     for item in dataclasses.fields(Needs):
         value = getattr(needs, item.name)
         if value != getattr(nothing, item.name):
-            yield (
-                item.name if value is True or item.name in ("critic", "sampling") else f"{item.name}={value}"
-            )
+            plain = value is True or item.name in ("critic", "sampling")
+            yield item.name if plain else f"{item.name}={value}"

@@ -37,13 +37,13 @@ def facts_of(path: str) -> Facts:
 
 def _names(model: PreTrainedModel) -> str:
     """Return whether weights can be published as a checkpoint has them."""
-    own = [TensorSpec.of(name, parameter) for name, parameter in model.named_parameters()]
+    specs = [TensorSpec.of(name, parameter) for name, parameter in model.named_parameters()]
     try:
-        published = CheckpointNames(model, own).specs
+        published = CheckpointNames(model, specs).specs
     except RL4LLMError as error:
         return f"no: {error}"
-    other = {spec.name for spec in own} - {spec.name for spec in published}
-    converted = f"; {len(other)} tensors in memory are converted, such as {min(other)}" if other else ""
+    names = {spec.name for spec in specs} - {spec.name for spec in published}
+    converted = f"; {len(names)} tensors in memory are converted, such as {min(names)}" if names else ""
     return f"yes: {len(published)} tensors by the names of its checkpoint{converted}"
 
 
@@ -51,11 +51,8 @@ def _engine(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Yield how the embedded engine and the trainer run the model."""
     try:
         length, reason = context_limit(model, None)
-        layers = Layers(model)
-        yield (
-            "layers",
-            ", ".join(f"{kind} of {size} tokens" if size else kind for kind, size in layers.windows.items()),
-        )
+        windows = Layers(model).windows.items()
+        yield "layers", ", ".join(f"{kind} of {size} tokens" if size else kind for kind, size in windows)
         yield "context", f"{length} tokens ({reason})"
         yield "engine", _path(model, length)
     except RL4LLMError as error:
@@ -86,8 +83,6 @@ def _tokenizer(path: str) -> Iterator[tuple[str, str]]:
     except RL4LLMError as error:
         yield "chat template", str(error)
         return
-    switches = "enable_thinking" in str(tokenizer.get_chat_template())
-    yield (
-        "thinking",
-        "env.template_args.enable_thinking switches it" if switches else "the template has no switch",
-    )
+    key = "enable_thinking"
+    switches = key in str(tokenizer.get_chat_template())
+    yield "thinking", f"env.template_args.{key} switches it" if switches else "the template has no switch"
