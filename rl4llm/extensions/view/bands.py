@@ -20,30 +20,29 @@ def described(runs: Sequence[ViewedRun]) -> list[dict[str, Any]]:
     bands: list[tuple[Any, list[int], set[Any]]] = []
     for number, about in enumerate(abouts):
         config, seed = _configuration(about["config"]), about["config"].get("seed")
-        for known, members, seeds in bands:
-            if config and config == known and seed not in seeds:
+        for band_config, members, seeds in bands:
+            if config and config == band_config and seed not in seeds:
                 members.append(number)
                 seeds.add(seed)
                 break
         else:
             bands.append((config, [number], {seed}))
-    taken = {run.name for run in runs}
+    names = {run.name for run in runs}
     for _, members, _ in bands:
         name = _shared([runs[number].name for number in members])
-        if len(members) == 1 or not name or name in taken:
+        if len(members) == 1 or not name or name in names:
             name = runs[members[0]].name
-        taken.add(name)
+        names.add(name)
         for number in members:
             abouts[number] |= {"band": members[0], "band_name": name}
     return abouts
 
 
 def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
-    names = {key: key.rpartition(".")[2] for key in config}
     return {
-        key: PurePath(value).name if names[key] == "path" and isinstance(value, str) else value
+        key: PurePath(value).name if key.endswith("path") and isinstance(value, str) else value
         for key, value in config.items()
-        if key != "seed" and names[key] != "dir"
+        if key != "seed" and key.rpartition(".")[2] != "dir"
     }
 
 

@@ -13,8 +13,8 @@ from rl4llm.extensions.view.index import COLUMNS
 FILE, PROMPT, ROLE, REWARD = (COLUMNS.index(name) for name in ("file", "prompt", "role", "reward"))
 
 
-def choose(rows: Sequence[Sequence[Any]], wanted: Iterable[int], most: int) -> Iterator[int]:
-    """Yield at most `most` numbers of rows: `wanted`, the extremes, then a group of every file in turn.
+def choose(rows: Sequence[Sequence[Any]], cards: Iterable[int], most: int) -> Iterator[int]:
+    """Yield at most `most` numbers of rows: the `cards` of the story, the extremes, then a group of every file in turn.
 
     Groups whose rewards differ come first. Files come in a random order, so that fewer places than files are spread.
     """
@@ -27,7 +27,7 @@ def choose(rows: Sequence[Sequence[Any]], wanted: Iterable[int], most: int) -> I
     ]
     random.Random(0).shuffle(listed)
     in_turn = chain.from_iterable(group for turn in zip_longest(*listed) for group in turn if group)
-    yield from islice(dict.fromkeys(chain(wanted, _extremes(rows), in_turn)), max(0, most))
+    yield from islice(dict.fromkeys(chain(cards, _extremes(rows), in_turn)), max(0, most))
 
 
 def _extremes(rows: Sequence[Sequence[Any]]) -> Iterator[int]:

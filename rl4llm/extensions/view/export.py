@@ -52,45 +52,45 @@ def page(data: dict[str, Any]) -> str:
         f'<script type="importmap">{imports}</script>'
     )
     body = f'<script type="application/json" id="data">{_safe(data)}</script>\n<script type="module">{start}</script>'
-    html = _between(html, "head", head)
-    return _between(html, "body", body)
+    return _between(_between(html, "head", head), "body", body)
 
 
 def _needed(start: str) -> list[Path]:
     """Return the modules that the module `start` imports, with it."""
-    found, waiting = set(), {start}
+    modules, waiting = set(), {start}
     while waiting:
         name = waiting.pop()
-        found.add(name)
-        waiting |= {*IMPORT.findall((PAGE / f"{name}.js").read_text(encoding="utf-8"))} - found
-    return [PAGE / f"{name}.js" for name in sorted(found)]
+        modules.add(name)
+        waiting |= {*IMPORT.findall((PAGE / f"{name}.js").read_text(encoding="utf-8"))} - modules
+    return [PAGE / f"{name}.js" for name in sorted(modules)]
 
 
 def _of(run: ViewedRun, most: int) -> dict[str, Any]:
     run.index.refresh(budget_s=float("inf"))
     rows, size = run.index.rows, 0
     story = run.story()
-    wanted = [one["number"] for part in PARTS for one in story[part]]
-    chosen: dict[int, dict[str, Any]] = {}
-    for number in choose(rows, wanted, most):
+    cards = [card["number"] for part in PARTS for card in story[part]]
+    episodes: dict[int, dict[str, Any]] = {}
+    for number in choose(rows, cards, most):
         episode = episode_of(run, number)
         size += len(json.dumps(episode))
         if size > MOST_BYTES:
             break
-        chosen[number] = episode
-    kept = sorted(chosen)
-    places = {number: place for place, number in enumerate(kept)}
+        episodes[number] = episode
+    numbers = sorted(episodes)
+    places = {number: place for place, number in enumerate(numbers)}
     for part in PARTS:
-        found = [one for one in story[part] if one["number"] in places]
-        story[part] = [{**one, "number": places[one["number"]]} for one in found]
+        story[part] = [
+            {**card, "number": places[card["number"]]} for card in story[part] if card["number"] in places
+        ]
     parts = list(run.parts())
     return {
         "metrics": [row for part in parts for row in part["rows"]],
         "glossary": {name: entry for part in parts for name, entry in part["glossary"].items()},
         "columns": COLUMNS,
-        "rows": [rows[number] for number in kept],
+        "rows": [rows[number] for number in numbers],
         "files": run.index.names,
-        "episodes": [chosen[number] for number in kept],
+        "episodes": [episodes[number] for number in numbers],
         "story": story,
         "all": len(rows),
     }

@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -89,22 +90,21 @@ class EpisodeIndex:
         return _parsed(self._line(number))
 
     def search(self, text: str, budget_s: float = 20.0) -> tuple[list[int], bool]:
-        """Return the numbers of the episodes with `text` in a message, answer, id or failure, and whether all were
-        searched.
+        """Return the numbers of the episodes with `text` in any case, and whether all were searched.
 
-        The search ignores case. A newer search ends an older one.
+        Messages, answers, ids and failures are searched. A newer search ends an older one.
         """
         self._searches += 1
         mine, deadline = self._searches, time.monotonic() + budget_s
-        found: list[int] = []
+        matches: list[int] = []
         needles = {json.dumps(form)[1:-1].encode().lower() for form in (text, text.lower(), text.upper())}
         for number, line in self._all():
             if mine != self._searches or time.monotonic() > deadline:
-                return found, False
+                return matches, False
             texts = line.partition(TEXT_ENDS)[0].lower()
             if any(needle in texts for needle in needles) and text.lower() in _said(line):
-                found.append(number)
-        return found, True
+                matches.append(number)
+        return matches, True
 
     def _all(self) -> Iterator[tuple[int, bytes]]:
         """Yield every line that still exists, with the number of its row."""
@@ -118,30 +118,24 @@ class EpisodeIndex:
 
     def _changed(self) -> list[tuple[_File, int]]:
         """Return files with new bytes, the newest step first."""
-        found: dict[str, os.stat_result] = {}
-        named: dict[str, re.Match[str]] = {}
-        try:
-            with os.scandir(self.directory) as entries:
-                for entry in entries:
-                    if match := NAME.fullmatch(entry.name):
-                        found[entry.name], named[entry.name] = entry.stat(), match
-        except OSError:
-            pass  # no episodes are stored, or none yet
+        stats: dict[str, os.stat_result] = {}
+        kinds: dict[str, tuple[int, str]] = {}  # the step, and step or eval
+        with suppress(OSError), os.scandir(self.directory) as entries:  # no episodes are stored, or none yet
+            for entry in entries:
+                if match := NAME.fullmatch(entry.name):
+                    stats[entry.name], kinds[entry.name] = entry.stat(), (int(match[2]), match[1])
         for name, file in self._files.items():
-            new = found.get(name)
+            new = stats.get(name)
             if new is None or new.st_ino != file.inode or new.st_size < file.read:  # deleted, or replaced
                 self._reset()
                 break
-        for name, stat in found.items():
+        for name, stat in stats.items():
             if name not in self._files:
-                self._files[name] = _File(self.directory / name, len(self.names), named[name][1], stat.st_ino)
+                self._files[name] = _File(self.directory / name, len(self.names), kinds[name][1], stat.st_ino)
                 self.names.append(name)
-        newest = sorted(found, key=lambda name: (int(named[name][2]), name), reverse=True)
-        return [
-            (self._files[name], found[name].st_size)
-            for name in newest
-            if found[name].st_size > self._files[name].read
-        ]
+        newest = sorted(stats, key=lambda name: (kinds[name][0], name), reverse=True)
+        files = [(self._files[name], stats[name].st_size) for name in newest]
+        return [(file, size) for file, size in files if size > file.read]
 
     def _reset(self) -> None:
         self.generation += 1
@@ -172,18 +166,18 @@ def _lines(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         with open(path, "rb") as file:
             while start < end:
                 chunk = os.pread(file.fileno(), min(size, end - start), start)
-                last = chunk.rfind(b"\n") + 1
-                if not last:
+                end_of_line = chunk.rfind(b"\n") + 1
+                if not end_of_line:
                     if start + len(chunk) >= end:  # incomplete, or still being written
                         return
                     size *= 4
                     continue
                 place = 0
-                while place < last:
+                while place < end_of_line:
                     after = chunk.index(b"\n", place) + 1
                     yield start + place, chunk[place:after]
                     place = after
-                start += last
+                start += end_of_line
     except OSError:
         return  # deleted meanwhile; the next refresh notices that
 
@@ -200,7 +194,9 @@ def _ends_line(file: _File, size: int) -> bool:
 def _row(file: _File, line: bytes) -> list[Any]:
     short = _short(line)
     number = short.get
-    more = {name: value for name, value in short.items() if name not in KNOWN and isinstance(value, SCALAR)}
+    details = {
+        name: value for name, value in short.items() if name not in KNOWN and isinstance(value, SCALAR)
+    }
     failure = short.get("failure_class") or ("unknown" if "failure" in short else "")
     return [
         file.number,
@@ -216,7 +212,7 @@ def _row(file: _File, line: bytes) -> list[Any]:
         number("mismatch"),
         str(number("role") or ""),
         str(failure),
-        more,
+        details,
         *lines_of(_messages(line), number("turns")),
     ]
 

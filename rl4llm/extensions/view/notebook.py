@@ -92,13 +92,14 @@ class NotebookConsole(Console):
     def _lines(self) -> list[str]:
         """Return the lines above the curves: where the run is, its numbers, and alerts."""
         progress = self._progress
-        left = progress.seconds_left
-        times = duration(progress.seconds) + (f", {duration(left)} left" if left else "")
+        times = duration(progress.seconds)
+        if progress.seconds_left:
+            times += f", {duration(progress.seconds_left)} left"
         where = f"step {progress.step}/{progress.total_steps}"
-        first = BETWEEN.join([self._run.path.resolve().name, where, self._phase, times])
+        heading = BETWEEN.join([self._run.path.resolve().name, where, self._phase, times])
         numbers = BETWEEN.join(f"{label} {text}" for label, text in progress.facts())
         alerts = [f"alert: {name} since step {step}" for name, step in progress.alerts.items()]
-        return [line for line in (first, numbers, *alerts) if line]
+        return [line for line in (heading, numbers, *alerts) if line]
 
 
 class NotebookPage:

@@ -14,7 +14,7 @@ SIDE = 256  # pixels, at most
 
 def small_copies(directory: Path, digests: Sequence[str]) -> dict[str, str]:
     """Return a data URI for each of these images whose file can be read."""
-    found = {}
+    uris = {}
     for digest in dict.fromkeys(digests):
         try:
             with PIL.Image.open(directory / f"{digest}.png", formats=["PNG"]) as image:
@@ -23,5 +23,5 @@ def small_copies(directory: Path, digests: Sequence[str]) -> dict[str, str]:
                 image.save(file, format="PNG")
         except (OSError, ValueError, PIL.Image.DecompressionBombError):
             continue
-        found[digest] = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    return found
+        uris[digest] = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return uris

@@ -44,9 +44,7 @@ class ViewedRun:
         self._lock = threading.Lock()
 
     def about(self) -> dict[str, Any]:
-        """Return name, path, identity, dotted configuration, warnings, whether it is running, and alerts, see
-        `_alerts`.
-        """
+        """Return name, path, identity, dotted configuration, warnings, whether it is running, and `_alerts`."""
         config, warnings = self._config()
         identity, problem = self._identity()
         return {
@@ -108,7 +106,7 @@ class ViewedRun:
 
     def _alerts(self) -> list[dict[str, Any]]:
         """Return each alert once: its name, what was seen, why it matters, its metric, and its first and last step."""
-        found: list[dict[str, Any]] = []
+        alerts: list[dict[str, Any]] = []
         try:
             lines = self._run.alerts_file.read_bytes().splitlines()
         except OSError:
@@ -118,12 +116,12 @@ class ViewedRun:
             if row.get("until") is None:
                 metric = find(WATCHED.get(texts["name"], ""))
                 about = metric.sentence() if metric else ""
-                found.append({**texts, "metric": about, "since": row.get("since"), "until": None})
+                alerts.append({**texts, "metric": about, "since": row.get("since"), "until": None})
                 continue
-            for alert in found:
+            for alert in alerts:
                 if alert["name"] == texts["name"] and alert["until"] is None:
                     alert["until"] = row["until"]
-        return found
+        return alerts
 
     def _config(self) -> tuple[dict[str, Any], list[str]]:
         """Return all keys, since a run of another version has others, and warnings."""
@@ -131,15 +129,11 @@ class ViewedRun:
             config = yaml.safe_load(self._run.config_file.read_text(encoding="utf-8"))
             if not isinstance(config, Mapping):
                 return {}, ["config.yaml does not contain a configuration"]
-            found = dict(dotted(redacted(config)))
             plain = str | int | float | None  # other values are shown as JSON
-            shown = (
-                value if isinstance(value, plain) else json.dumps(value, default=str)
-                for value in found.values()
-            )
-            return dict(zip(found, shown, strict=True)), []
-        except FileNotFoundError:
-            return {}, ["config.yaml does not exist"]
+            return {
+                key: value if isinstance(value, plain) else json.dumps(value, default=str)
+                for key, value in dotted(redacted(config))
+            }, []
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             return {}, [f"cannot read config.yaml: {' '.join(str(error).split())}"]
 
@@ -156,10 +150,8 @@ class ViewedRun:
         if (locked := is_locked(self.path)) is not None:
             return locked
         try:
-            return (
-                time.time() - self._run.metrics_file.stat().st_mtime < STILL_S
-                and not self._run.model_dir.exists()
-            )
+            silent = time.time() - self._run.metrics_file.stat().st_mtime
+            return silent < STILL_S and not self._run.model_dir.exists()
         except OSError:
             return False
 
@@ -173,17 +165,15 @@ def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[ViewedRun]:
 
     Raises RunDirError for a path that is neither.
     """
-    found: dict[Path, Path] = {}
+    directories: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not (runs := _runs_below(path, DEEPEST)):
             what = "is not a directory" if path.exists() else "does not exist"
             what = "contains no run (no run.json, metrics.jsonl or episodes/)" if path.is_dir() else what
-            raise RunDirError(
-                f"{str(path)!r} {what}. Accepted: output.dir of a run, or a directory of runs, such as runs/."
-            )
+            raise RunDirError(f"{str(path)!r} {what}. Accepted: output.dir of a run, or a directory of runs.")
         for run in runs:
-            found.setdefault(run.resolve(), run)
-    each = list(found.values())
+            directories.setdefault(run.resolve(), run)
+    each = list(directories.values())
     return [ViewedRun(path, name) for path, name in zip(each, _names(each), strict=True)]
 
 
@@ -215,7 +205,7 @@ def _names(paths: list[Path]) -> list[str]:
     """Return the ends of the paths, long enough to differ from each other."""
     parts = [path.absolute().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(own[-length:]) for own in parts]
+        names = ["/".join(ends[-length:]) for ends in parts]
         if len(set(names)) == len(names):
             break
     return names
@@ -231,9 +221,8 @@ def _metrics_row(line: bytes) -> dict[str, Any] | None:
 
 def _glossary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     """Return meaning, as plain text, unit and healthy range of each metric of the rows that the glossary has."""
-    found = {name: find(name) for name in dict.fromkeys(name for row in rows for name in row)}
     return {
         name: {"meaning": metric.meaning.replace("`", ""), "unit": metric.unit, "healthy": metric.healthy}
-        for name, metric in found.items()
-        if metric
+        for name in dict.fromkeys(name for row in rows for name in row)
+        if (metric := find(name))
     }

@@ -94,7 +94,6 @@ def rows_of(run: ViewedRun, start: int, generation: int) -> dict[str, Any]:
     reset = generation != index.generation
     start = 0 if reset else start
     rows = index.rows[start : start + ROWS_AT_ONCE]
-    more = start + len(rows) < len(index.rows)
     return {
         "columns": COLUMNS,
         "generation": index.generation,
@@ -103,25 +102,25 @@ def rows_of(run: ViewedRun, start: int, generation: int) -> dict[str, Any]:
         "rows": rows,
         "files": index.names,
         "pending": index.pending,
-        "more": more or index.pending > 0,
+        "more": start + len(rows) < len(index.rows) or index.pending > 0,
     }
 
 
 def episode_of(run: ViewedRun, number: int) -> dict[str, Any]:
     """Return an episode, the text of its tokens by id, and small copies of its images by digest."""
     episode = run.index.episode(number)
-    found: dict[str, Any] = {"episode": episode, "texts": run.texts.of(token_ids_of(episode))}
+    answer: dict[str, Any] = {"episode": episode, "texts": run.texts.of(token_ids_of(episode))}
     if digests := digests_of(episode):
-        found["images"] = load("rl4llm.extensions.view.pictures:small_copies")(run.path / "images", digests)
-    return found
+        answer["images"] = load("rl4llm.extensions.view.pictures:small_copies")(run.path / "images", digests)
+    return answer
 
 
 def digests_of(episode: Any) -> list[str]:
     """Return the digests of the images in an episode's messages; a run's files may hold anything."""
     messages = episode.get("messages") if isinstance(episode, dict) else None
     parts = (part for row in dicts_in(messages) for part in dicts_in(row.get("parts")))
-    found = (part.get("digest") for part in parts)
-    return [digest for digest in found if isinstance(digest, str) and DIGEST.fullmatch(digest)]
+    digests = (part.get("digest") for part in parts)
+    return [digest for digest in digests if isinstance(digest, str) and DIGEST.fullmatch(digest)]
 
 
 @web.middleware
@@ -142,16 +141,14 @@ async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
 
 def _knows_token(request: web.Request) -> bool:
     """Return whether the address or the cookie of a request has the token."""
-    token, given = request.app[TOKEN], (request.query.get("token"), request.cookies.get(_cookie(request)))
+    token, texts = request.app[TOKEN], (request.query.get("token"), request.cookies.get(_cookie(request)))
     return not token or any(
-        hmac.compare_digest(token.encode(), (text or "").encode(errors="replace")) for text in given
+        hmac.compare_digest(token.encode(), (text or "").encode(errors="replace")) for text in texts
     )
 
 
 def _cookie(request: web.Request) -> str:
-    """Return the name of the page's cookie; it contains the port, since browsers send a host's cookies to all its
-    ports.
-    """
+    """Return the name of the page's cookie, with the port: browsers send a host's cookies to all its ports."""
     transport = request.transport
     return f"rl4llm-view-{transport.get_extra_info('sockname')[1] if transport else 0}"
 
@@ -232,7 +229,4 @@ def _listen(ports: Sequence[int]) -> socket.socket:
             return socket.create_server(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
             problem = error
-    given = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
-    raise ViewError(
-        f"--port {given} cannot be used: {str(problem).rstrip('.')}. Next: use another port, or 0 for any free one."
-    )
+    raise ViewError(f"--port {ports[0]} cannot be used ({problem}). Next: use 0 for any free one.")

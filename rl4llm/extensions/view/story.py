@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
@@ -96,25 +97,22 @@ def _outcome(totals: Totals) -> str:
         values = totals.values.get(name, [])
         if len(values) > 1:
             ends = ENDS if not name.startswith("eval/") and len(values) >= 2 * ENDS else 1
-            first, last = statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
-            shown = _percent if "accuracy" in name else _plain
-            return f"{words} {shown(first)} \u2192 {shown(last)}"
+            text = _percent if "accuracy" in name else _plain
+            begin, end = statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
+            return f"{words} {text(begin)} \u2192 {text(end)}"
     return ""
 
 
 def _alerts(alerts: Sequence[Mapping[str, Any]]) -> str:
     if not alerts:
         return "No alerts."
-    spans = (f"{one['name']} ({_span(one)})" for one in alerts)
+    spans = []
+    for alert in alerts:
+        begin, end = alert["since"], alert["until"]
+        spans.append(
+            f"{alert['name']} ({f'since step {begin}' if end is None else f'steps {begin} to {end}'})"
+        )
     return f"{len(alerts)} alert{'s' * (len(alerts) > 1)}: {', '.join(spans)}."
-
-
-def _span(alert: Mapping[str, Any]) -> str:
-    return (
-        f"since step {alert['since']}"
-        if alert["until"] is None
-        else f"steps {alert['since']} to {alert['until']}"
-    )
 
 
 def _typical(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
@@ -123,10 +121,10 @@ def _typical(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
         for row, why in zip(pair, ("an early answer", "the same prompt"), strict=True):
             yield row, f"{why}, {_where(row)}: reward {_plain(row['reward'])}"
     evaluated = [row for row in rows if row["set"] == "eval" and isinstance(row["step"], int)]
-    last = max((row["step"] for row in evaluated), default=None)
+    newest = max((row["step"] for row in evaluated), default=None)
     lowest, highest = (end((row["reward"] for row in rows), default=0.0) for end in (min, max))
-    wrong = [row for row in evaluated if row["step"] == last and row["reward"] == lowest < highest]
-    for row in wrong[:1]:
+    failures = [row for row in evaluated if row["step"] == newest and row["reward"] == lowest < highest]
+    for row in failures[:1]:
         yield row, f"still wrong, {_where(row)}"
     for row in sorted(rows, key=lambda row: -row["reward"])[:SHOWN]:
         yield row, f"among the highest rewards, {_where(row)}"
@@ -139,16 +137,12 @@ def _pair(rows: Sequence[Row]) -> tuple[Row, Row] | None:
         if isinstance(row["step"], int):
             prompts[(row["prompt"], row["role"])].append(row)
     pairs = [
-        (
-            min(group, key=lambda row: (row["step"], row["reward"])),
-            max(group, key=lambda row: (row["step"], row["reward"])),
-        )
+        tuple(end(group, key=lambda row: (row["step"], row["reward"])) for end in (min, max))
         for group in prompts.values()
     ]
-    pairs = [
-        pair for pair in pairs if pair[0]["step"] < pair[1]["step"] and pair[0]["reward"] < pair[1]["reward"]
-    ]
-    return max(pairs, key=lambda pair: pair[1]["reward"] - pair[0]["reward"], default=None)
+    gains = [(new["reward"] - old["reward"], old, new) for old, new in pairs if old["step"] < new["step"]]
+    gain, *pair = max(gains, key=lambda item: item[0], default=(0.0,))
+    return (pair[0], pair[1]) if gain > 0 else None
 
 
 def _suspects(listed: Sequence[Row], scored: Sequence[Row]) -> Iterator[tuple[Row, str]]:
@@ -158,7 +152,7 @@ def _suspects(listed: Sequence[Row], scored: Sequence[Row]) -> Iterator[tuple[Ro
     lowest = min((row["reward"] for row in scored), default=0.0)
     high = [row for row in newest if row["reward"] >= middle and row["reward"] > lowest]
     differing = [row for row in scored if (_number(row["mismatch"]) or 0.0) > LARGE]
-    for found, why in (
+    for suspects, why in (
         ([row for row in high if row["odd"]], "a high reward for an odd answer"),
         ([row for row in high if row["stop"] in TRUNCATED], "a high reward for a truncated answer"),
         (sorted(differing, key=lambda row: -row["mismatch"]), MISMATCH),
@@ -166,7 +160,7 @@ def _suspects(listed: Sequence[Row], scored: Sequence[Row]) -> Iterator[tuple[Ro
         ([row for row in newest if row["stop"] in TRUNCATED], "a truncated answer"),
         ([row for row in listed if row["failure"]], "a failed attempt"),
     ):
-        for row in found[:1]:
+        for row in suspects[:1]:
             yield row, f"{why}, {_where(row)}: {_detail(row, why)}"
 
 
@@ -179,12 +173,11 @@ def _detail(row: Row, why: str) -> str:
     return ", ".join(filter(None, (odd, f"reward {_plain(row['reward'])}")))
 
 
-def _distinct(found: Iterator[tuple[Row, str]], most: int) -> list[dict[str, Any]]:
-    taken: dict[int, str] = {}
-    for row, why in found:
-        if len(taken) < most:
-            taken.setdefault(row["number"], why)
-    return [{"number": number, "why": why} for number, why in taken.items()]
+def _distinct(cards: Iterator[tuple[Row, str]], most: int) -> list[dict[str, Any]]:
+    reasons: dict[int, str] = {}
+    for row, why in cards:
+        reasons.setdefault(row["number"], why)
+    return [{"number": number, "why": why} for number, why in islice(reasons.items(), most)]
 
 
 def _where(row: Row) -> str:

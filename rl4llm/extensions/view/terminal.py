@@ -63,7 +63,6 @@ def _episode(run: ViewedRun, item: Mapping[str, Any]) -> Iterator[str]:
         asks = message.get("role") != "tool"  # a tool's message has the call that it answers
         calls = [f"calls {json.dumps(call)}" for call in dicts_in(message.get("tool_calls")) if asks]
         text = "\n".join([*filter(None, [str(message.get("content") or "")]), *calls])
-        left = len(text) - LONGEST
-        more = f" … {left:,} more characters" if left > 0 else ""
-        yield visible(f"{message.get('role')}: {text[:LONGEST]}{more}")
+        rest = f" … {len(text) - LONGEST:,} more characters" if len(text) > LONGEST else ""
+        yield visible(f"{message.get('role')}: {text[:LONGEST]}{rest}")
     yield visible(f"reward {episode.get('reward')}, {episode.get('stop_reason')}\n")

@@ -27,10 +27,10 @@ class TokenTexts:
         """Return the text of each of these ids that the tokenizer knows."""
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        wanted = {token for token in token_ids if isinstance(token, int)}
+        tokens = {token for token in token_ids if isinstance(token, int)}
         if self._tokenizer is not None:
-            self._pieces |= {token: self._piece(token) for token in wanted - self._pieces.keys()}
-        return {token: piece for token in wanted if (piece := self._pieces.get(token)) is not None}
+            self._pieces |= {token: self._piece(token) for token in tokens - self._pieces.keys()}
+        return {token: piece for token in tokens if (piece := self._pieces.get(token)) is not None}
 
     def _load(self) -> Any:
         from tokenizers import Tokenizer  # noqa: PLC0415 - only for looking at tokens
@@ -64,8 +64,7 @@ class TokenTexts:
         if raw is None:
             return None
         if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
-            known = all(character in BYTES for character in raw)
-            return _shown(bytes(BYTES[character] for character in raw)) if known else raw
+            return _shown(bytes(map(BYTES.__getitem__, raw))) if BYTES.keys() >= set(raw) else raw
         byte = BYTE.fullmatch(raw)
         return _shown(bytes([int(byte[1], 16)])) if byte else raw.replace("\u2581", " ")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 LONGEST = 160  # characters of a line
@@ -15,7 +15,7 @@ REPEATED = 0.5  # of the phrases of an answer
 
 def dicts_in(value: Any) -> list[dict[str, Any]]:
     """Return the objects in a list, none for anything else: a run's files may hold anything."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def lines_of(messages: Any, turns: Any) -> tuple[str, str, str]:
@@ -23,16 +23,14 @@ def lines_of(messages: Any, turns: Any) -> tuple[str, str, str]:
 
     The question is the last user message before the policy's first turn; a prompt may contain answers too.
     """
-    found = dicts_in(messages)
-    answers = [at for at, one in enumerate(found) if one.get("role") == "assistant"]
-    first = (
-        answers[-min(turns, len(answers))] if answers and isinstance(turns, int) and turns > 0 else len(found)
-    )
-    asked = [one for one in found[:first] if one.get("role") == "user"] or found[:1]
-    own = [one for one in found[first:] if one.get("role") == "assistant"]
-    question = _text(asked[-1]) if asked else ""
-    answer = _text(own[-1]) if own else ""
-    return _line(question), _line(answer), odd("\n".join(map(_text, own))) if own else ""
+    rows = dicts_in(messages)
+    places = [place for place, row in enumerate(rows) if row.get("role") == "assistant"]
+    turns = min(turns, len(places)) if isinstance(turns, int) else 0
+    begin = places[-turns] if turns > 0 else len(rows)
+    questions = [row for row in rows[:begin] if row.get("role") == "user"] or rows[:1]
+    answers = [_text(row) for row in rows[begin:] if row.get("role") == "assistant"]
+    question = _line(_text(questions[-1])) if questions else ""
+    return (question, _line(answers[-1]), odd("\n".join(answers))) if answers else (question, "", "")
 
 
 def odd(answer: str) -> str:
@@ -46,11 +44,8 @@ def odd(answer: str) -> str:
     answer = answer[:SEEN]
     if not answer.strip():
         return "empty"
-    strange = (character for character in answer if not character.isascii())
-    if any(
-        character == "\ufffd" or unicodedata.category(character) in ("Co", "Cn", "Cs")
-        for character in strange
-    ):
+    characters = {character for character in answer if not character.isascii()}
+    if "\ufffd" in characters or {"Co", "Cn", "Cs"} & set(map(unicodedata.category, characters)):
         return "broken characters"
     words = answer.split()
     phrases = [*zip(*(words[start:] for start in range(WORDS)), strict=False)]
@@ -61,17 +56,13 @@ def odd(answer: str) -> str:
 
 def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    return "\n".join(
-        [content if isinstance(content, str) else "", *_calls(message.get("tool_calls"))]
-    ).strip()
-
-
-def _calls(calls: Any) -> Iterator[str]:
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        if isinstance(function, Mapping):
-            given = function.get("arguments")
-            yield f"{function.get('name', '')} {given if isinstance(given, str) else json.dumps(given)}"
+    texts = [content] if isinstance(content, str) else []
+    for call in dicts_in(message.get("tool_calls")):
+        for function in dicts_in([call.get("function", call)]):
+            arguments = function.get("arguments")
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            texts.append(f"{function.get('name', '')} {text}")
+    return "\n".join(texts).strip()
 
 
 def _line(text: str) -> str:

@@ -87,7 +87,7 @@ def test_config_of_another_version_is_shown_and_damage_reported(tokenizer, tmp_p
         about = run.about()
         assert about["config"] == {} and len(about["warnings"]) == 2, text
     os.unlink(directory / "config.yaml")
-    assert run.about()["warnings"][0] == "config.yaml does not exist"
+    assert run.about()["config"] == {} and run.about()["warnings"]
 
 
 def test_metrics_continue_or_reset_if_the_file_was_truncated(tmp_path):
