@@ -35,8 +35,8 @@ class PrometheusTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         evaluated = any(name.startswith("eval/") for name in metrics)
         values = self._gauges.values.items()
-        others = {name: value for name, value in values if name.startswith("eval/") is not evaluated}
-        self._gauges.values = {**others, **metrics, "step": step}
+        earlier = {name: value for name, value in values if name.startswith("eval/") is not evaluated}
+        self._gauges.values = {**earlier, **metrics, "step": step}
 
     def close(self) -> None:
         self._server.shutdown()

@@ -75,9 +75,9 @@ def episodes(rows: Sequence[Sequence[Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the numbers of a few rows of the index, with the reason: what shows the run, and what looks suspicious."""
     listed = [{**dict(zip(COLUMNS, row, strict=True)), "number": number} for number, row in enumerate(rows)]
     scored = [row for row in listed if _number(row["reward"]) is not None and not row["failure"]]
-    shown = _distinct(_typical(scored), SHOWN)
+    typical = _distinct(_typical(scored), SHOWN)
     suspicious = _distinct(_suspects(listed, scored), SUSPICIOUS)
-    return {"shown": shown, "suspicious": suspicious}
+    return {"shown": typical, "suspicious": suspicious}
 
 
 def duration(seconds: float) -> str:

@@ -60,6 +60,6 @@ BENCHMARKS: Registry[Benchmark] = Registry(
 
 def digest(rows: Sequence[Row]) -> str:
     """Return a hash of all prompts and ground truths, which is equal for results that can be compared."""
-    asked = [[row["messages"], row["ground_truth"]] for row in rows]
-    text = json.dumps(asked, sort_keys=True, default=str)
+    prompts = [[row["messages"], row["ground_truth"]] for row in rows]
+    text = json.dumps(prompts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

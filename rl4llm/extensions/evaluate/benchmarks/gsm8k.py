@@ -46,9 +46,9 @@ class _Extracted(BaseRewardFunction):
     known: ClassVar[Mapping[str, float]]  # replies with the answer 1,018 or another, and their scores
 
     def __call__(self, messages: Sequence[ChatMessage], ground_truth: Any, **kwargs: Any) -> float:
-        found = self.numbers.findall(after_thinking(final_reply(messages)))
+        numbers = self.numbers.findall(after_thinking(final_reply(messages)))
         truth = str(ground_truth).rpartition("#### ")[2]
-        return float(bool(found) and _plain(found[self.place]) == _plain(truth))
+        return float(bool(numbers) and _plain(numbers[self.place]) == _plain(truth))
 
     def examples(self) -> Sequence[RewardExample]:
         """Return a right and a wrong answer."""

@@ -128,13 +128,13 @@ def check_mask(trajectories: Sequence[Trajectory], batches: Sequence[TrainBatch]
         # as fp32, like the batch
         for pair in zip(span.token_ids, torch.tensor(span.logprobs).tolist(), strict=True)
     )
-    found: Counter[tuple[int, float]] = Counter()
+    marked_tokens: Counter[tuple[int, float]] = Counter()
     for batch in batches:
         marked = (
             item_BT[batch.mask_BT].tolist() for item_BT in (batch.token_ids_BT, batch.sampled_logprobs_BT)
         )
-        found.update(zip(*marked, strict=True))
-    missing, extra = (expected - found).total(), (found - expected).total()
+        marked_tokens.update(zip(*marked, strict=True))
+    missing, extra = (expected - marked_tokens).total(), (marked_tokens - expected).total()
     if missing or extra:
         raise EnvError(
             f"The loss mask misses {missing} policy tokens and includes {extra} non-policy tokens. Next: look at your code "
@@ -179,14 +179,14 @@ def publish(bench: Bench) -> str:
     checked = replace(inference, canary=canary)
     checked.choose_tokens()
     before_BT = canary.expected(trainer.backend)
-    parameter, kept = _moved(trainer, canary, before_BT, 4 * canary.bound)
+    parameter, weights = _moved(trainer, canary, before_BT, 4 * canary.bound)
     moved = _apart(canary.expected(trainer.backend), before_BT)
     try:
         trainer.inference = checked
         trainer.step += 1
         trainer.publish()
     finally:
-        _put(parameter, kept)
+        _put(parameter, weights)
         trainer.inference = inference
     trainer.step += 1
     trainer.publish()
@@ -199,12 +199,12 @@ def _moved(
     """Change one trained tensor until the trainer's log-probs move by more than `enough` nats on average; return it and its
     old value."""
     parameter = [item for item in trainer.backend.model.parameters() if item.requires_grad][-1]
-    kept = parameter.detach().clone()
+    weights = parameter.detach().clone()
     for attempt in range(ATTEMPTS):
-        _put(parameter, kept + 0.05 * 3**attempt * torch.randn(kept.shape).to(kept))
+        _put(parameter, weights + 0.05 * 3**attempt * torch.randn(weights.shape).to(weights))
         if _apart(canary.expected(trainer.backend), before_BT) > enough:
-            return parameter, kept
-    _put(parameter, kept)
+            return parameter, weights
+    _put(parameter, weights)
     raise EngineError("Noise on a trained tensor does not change the log-probs: training it has no effect.")
 
 
@@ -223,18 +223,18 @@ def merge(bench: Bench) -> str:
     accepted, before_N = BOUNDS[bench.setup.machine.computed], numbers()
     heads = () if backend.value_head is None else backend.value_head.parameters()
     trained = [item for item in (*backend.model.parameters(), *heads) if item.requires_grad]
-    kept = [(item, item.detach().clone()) for item in trained]
+    saved = [(item, item.detach().clone()) for item in trained]
     try:
         for attempt in range(ATTEMPTS):
-            _add_noise(kept, 0.05 * 3**attempt)
+            _add_noise(saved, 0.05 * 3**attempt)
             adapted_N = numbers()
             if (moved := _apart(adapted_N, before_N)) > 4 * accepted:
                 break
-        kept += _merge(adapter)
+        saved += _merge(adapter)
         with adapter.off():
             apart = _apart(numbers(), adapted_N)
     finally:
-        _add_noise(kept, 0.0)
+        _add_noise(saved, 0.0)
     text = f"an adapter that moves the model's numbers by {moved:.2g} on average; merged they differ by {apart:.2g}"
     if not apart <= accepted:
         raise MismatchError(
@@ -244,9 +244,9 @@ def merge(bench: Bench) -> str:
     return text
 
 
-def _add_noise(kept: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
+def _add_noise(saved: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
     """Set each tensor to its old value, with noise of this scale."""
-    for item, old in kept:
+    for item, old in saved:
         _put(item, old + scale * torch.randn(old.shape).to(old))
 
 
@@ -278,7 +278,7 @@ def loss(bench: Bench) -> str:
         raise NotNeeded("all samples of each prompt are equal, so their gradients cancel out")
     lengths = [trajectory.num_tokens for trajectory in _trajectories(groups)]
     whole = _batches(trainer, groups, sum(lengths))
-    one, norms = _gradient(trainer, whole)
+    gradient, norms = _gradient(trainer, whole)
     if norms == 0 and any((batch.advantages_BT * batch.weights_BT).any() for batch in whole):
         raise RL4LLMError(
             "The gradient is zero, but tokens have advantages. Next: have token_losses of "
@@ -289,10 +289,10 @@ def loss(bench: Bench) -> str:
     cut = _batches(trainer, groups, smallest)
     if len(cut) < 2:
         raise NotNeeded("these episodes cannot be split into two micro-batches")
-    other, parts = _gradient(trainer, cut)
+    split_gradient, parts = _gradient(trainer, cut)
     if parts == 0:
         raise NotNeeded("the gradient is zero, so there is nothing to compare")
-    apart = (one - other).norm().item() / parts
+    apart = (gradient - split_gradient).norm().item() / parts
     text = (
         f"gradients from {len(whole)} and from {len(cut)} micro-batches differ by {apart:.2g} of their norm"
     )

@@ -175,7 +175,7 @@ def _count_rows(setup: Setup, context_length: int) -> Counts:
     config, dataset = setup.config, training_rows(setup)
     held_out = held_out_rows(setup) or ()
     answers = ANSWER_COLUMNS.get(setup.needs.learns_from, ())
-    read, fitting = dataset_reader(setup, dataset)
+    read_row, fitting = dataset_reader(setup, dataset)
     dataset = fitting(dataset, context_length, "data")
     batching = batching_of(setup)
     longest = longest_rows(
@@ -184,12 +184,14 @@ def _count_rows(setup: Setup, context_length: int) -> Counts:
         ("messages", *answers),
         vision_of(config),
     )
-    groups = [read(row, str(row.get("prompt_id", number))) for number, row in enumerate(longest)]
+    groups = [read_row(row, str(row.get("prompt_id", number))) for number, row in enumerate(longest)]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     batches = batching.pack(trajectories, [1.0] * len(trajectories))
     largest = max(batches, key=lambda batch: batch.token_ids_BT.numel())
     every = max(1, len(dataset) // LOOKED_AT)
-    some = [read(row, str(row.get("prompt_id", ""))) for row in islice(dataset, 0, LOOKED_AT * every, every)]
+    some = [
+        read_row(row, str(row.get("prompt_id", ""))) for row in islice(dataset, 0, LOOKED_AT * every, every)
+    ]
     policy = max(trajectory.num_policy_tokens for trajectory in trajectories)
     length = max(trajectory.num_tokens for trajectory in trajectories)
     return Counts(
