@@ -108,11 +108,10 @@ algorithm.name=dpo | the column 'chosen' is missing. The row has: prompt ... Nex
 inference.name=hf                                  | inference.name='hf' is unknown. Known: embedded, local, sglang, vllm
 inference.timeout_s=3 | inference option='timeout_s' is unknown ... Did you mean 'stall_timeout_s'
 backend.name=accelerate                            | backend.name='accelerate' is unknown. Known: deepspeed, torch
-backend.shard=zero3                                | backend.shard='zero3' is unknown. Known: ddp, fsdp2, none
-model.path=nowhere/model                           | nor does the hub have it
-model.path=rows.jsonl                              | is a file. Accepted: a Hugging Face model directory
-model.path=empty                                   | 'empty' has no config.json
-model.path=bare | 'bare' has no tokenizer.json and no tokenizer_config.json ... Copy the tokenizer's files
+backend.shard=zero3                                | backend.shard='zero3' is not accepted: none, ddp
+model.path=nowhere/model                           | Check the name and the network
+model.path=empty                                   | 'empty' cannot be loaded
+model.path=bare                                    | 'bare' cannot be loaded
 model.path=foreign | does not match the model 'foreign': its token ids go up to ... Use the tokenizer that was saved with
 model.path=null                                    | model.path=None is not accepted: a string. Set a value
 model.dtype=fp16                                   | model.dtype='fp16' is not accepted: float32 or bfloat16

@@ -12,7 +12,7 @@ from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.model_files import is_classifier, model_directory
 from rl4llm.backends.models import hub_options
 from rl4llm.backends.vision_language import WholeCheckpoint
-from rl4llm.core.errors import ConfigError, ModelError
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TensorSpec
 
 SCORE = "score.weight"
@@ -34,36 +34,20 @@ def name_of_classifier(model: PreTrainedModel) -> str:
 
 
 def load_value_head(path: str | Path | None, model: PreTrainedModel) -> ValueHead:
-    """Return the score of a classifier's directory as a value head, or a new head for another model or none.
-
-    Raise ModelError when it does not fit the model.
-    """
+    """Return the score of a classifier's directory as a value head, or a new head for another model or none."""
     head = ValueHead(model.config.get_text_config().hidden_size)
     score_1D = None if path is None else stored_score(path)
     if score_1D is not None:
-        if score_1D.shape != head.linear.weight.shape:
-            raise ModelError(
-                f"{str(path)!r}: {SCORE} has shape {tuple(score_1D.shape)}. Accepted: a reward model with one label "
-                f"(num_labels=1), {tuple(head.linear.weight.shape)}."
-            )
-        with torch.no_grad():
-            head.linear.weight.copy_(score_1D)
+        head.linear.load_state_dict({"weight": score_1D})  # which refuses more than one label
     return head.to(next(model.parameters()).device)
 
 
 def stored_score(path: str | Path) -> Tensor | None:
-    """Return the score (labels, D) of a classifier's directory or hub name, None for another model's.
-
-    Raise ModelError for a classifier without one.
-    """
+    """Return the score (labels, D) of a classifier's directory or hub name, None for another model's."""
     path = str(model_directory(path))
     config: PretrainedConfig = AutoConfig.from_pretrained(path, **hub_options(path))
     if not is_classifier(config):
         return None
     files = WholeCheckpoint(path, config, **hub_options(path))
-    if SCORE not in files.names:
-        raise ModelError(
-            f"{path!r} is a classifier whose files have no {SCORE}. Copy it again from its source."
-        )
     [(_, score)] = files.read([TensorSpec(SCORE, (), torch.float32)])
     return score

@@ -173,9 +173,7 @@ def add_adapter(
     B zero, so the model computes what it did before.
     """
     peft = _peft()
-    _check(model, rank)
-    names = sorted({name.rpartition(".")[2] for name in _inner_layers(model)})
-    accepted = f"Accepted: {', '.join(names)}; an empty list stands for all of them."
+    refuse_adapted(model)
     options = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
@@ -190,12 +188,9 @@ def add_adapter(
         if not targets:
             options.exclude_modules = _excluded(model) or None
         torch.manual_seed(derive_seed(seed, "lora"))
-        try:
-            peft.inject_adapter_in_model(options, model, adapter_name=NAME)
-        except ValueError as error:
-            raise ConfigError(f"model.lora.targets={list(targets)}: {error} {accepted}") from error
+        peft.inject_adapter_in_model(options, model, adapter_name=NAME)
     adapter = LoraAdapter(model, options)
-    _check_inner(model, targets, accepted)
+    _check_inner(model, targets)
     adapter.check_merges()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(adapter._is_own(name))
@@ -214,22 +209,12 @@ def adapter_size(model: PreTrainedModel, rank: int, targets: Sequence[str] = ())
     return sum(tensor.numel() for _, tensor in adapter.parameters())
 
 
-def _check(model: PreTrainedModel, rank: int) -> None:
-    widest = max((min(layer.weight.shape) for layer in _inner_layers(model).values()), default=rank)
-    if rank > widest:
-        raise ConfigError(
-            f"model.lora.rank={rank} is not accepted. Accepted: at most {widest}, the width of this model's layers, usually "
-            "8 to 64. Next: to train all weights, leave out model.lora."
-        )
-    refuse_adapted(model)
-
-
-def _check_inner(model: PreTrainedModel, targets: Sequence[str], accepted: str) -> None:
+def _check_inner(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """Embeddings and output layer are often one tensor, which an adapter on either would make two."""
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(module, _peft().tuners.lora.LoraLayer):
             raise ConfigError(
-                f"model.lora.targets={list(targets)} names the embedding or the output layer, which stay frozen. {accepted}"
+                f"model.lora.targets={list(targets)}: embedding and output layer stay frozen. Leave them out."
             )
 
 

@@ -29,20 +29,16 @@ from transformers.utils import logging
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.model_files import (
-    AGAIN,
     ATTRIBUTE,
-    adapter_message,
-    check_directory,
     check_kind,
-    check_model_path,
-    check_weights,
     is_around_text,
     is_scored,
     model_directory,
+    refuse_adapted,
     without_reports,
 )
 from rl4llm.backends.positions import scale_by_position
-from rl4llm.core.errors import ModelError, unknown
+from rl4llm.core.errors import ModelError
 from rl4llm.core.registry import load
 from rl4llm.core.types import TensorSpec
 from rl4llm.runtime.cpu import use_fast_linear, use_fast_norms
@@ -53,7 +49,6 @@ if TYPE_CHECKING:
     from rl4llm.backends.vision_language import WholeCheckpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 MOVED_TOKENS = 0.01  # of a model's tokens, which a tokenizer that was made for it may have renamed
 UNREADABLE = (
     ArithmeticError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError,
@@ -89,6 +84,7 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(path_or_model, PreTrainedModel):
         model = path_or_model.to(dtype)
+        refuse_adapted(model)
         check_finite(model, model.name_or_path or type(model).__name__)
     elif shared_by is None:
         model = _from_files(path_or_model, dtype, values)
@@ -129,15 +125,10 @@ def empty_model(path: str | Path, dtype: str | torch.dtype = "float32") -> PreTr
 
     Raise ModelError when the config cannot be read.
     """
-    path = check_model_path(path)
-    try:
-        config, whole = _configs(path)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                whole.text_config if whole else config, dtype=_dtype(dtype)
-            )
-    except UNREADABLE as error:
-        raise ModelError(_unreadable("config of the model", path, error)) from error
+    path = str(model_directory(path))
+    config, whole = _configs(path)
+    with _reading("config of the model", path), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(whole.text_config if whole else config, dtype=_dtype(dtype))
 
 
 def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrainedTokenizerBase:
@@ -146,17 +137,13 @@ def load_tokenizer(path: str | Path, pad_token: str | None = None) -> PreTrained
     Raise ModelError when there is no tokenizer, or it has no pad token.
     """
     tokenizer = stored_tokenizer(path)
-    if pad_token is not None:
-        if pad_token not in tokenizer.get_vocab():
-            raise ModelError(
-                f"model.pad_token={pad_token!r} is not a token of {path!r}. {_candidates(tokenizer)}"
-            )
-        tokenizer.pad_token = pad_token
-    if tokenizer.pad_token_id is None:
+    pad_token = pad_token or tokenizer.pad_token
+    if pad_token not in tokenizer.get_vocab():
         raise ModelError(
-            f"The tokenizer in {path!r} has no pad token, which rows of unequal length need. Set model.pad_token to one of "
-            f"its tokens that never occurs in text. {_candidates(tokenizer)}"
+            f"The tokenizer in {path!r} has no pad token {pad_token or ''}. Set model.pad_token to one of its tokens that "
+            f"never occurs in text, such as one of {tokenizer.all_special_tokens}."
         )
+    tokenizer.pad_token = pad_token
     return tokenizer
 
 
@@ -202,9 +189,8 @@ def _of_text(tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int]) 
 
 def _stored_vocabulary(name: str) -> dict[str, int]:
     """Return the tokens of the tokenizer in a model's directory or on the hub; empty where it cannot be read."""
-    here = Path(name)
-    if not any((here / file).is_file() for file in TOKENIZER_FILES) and (here.is_dir() or "/" not in name):
-        return {}
+    if not Path(name).is_dir() and "/" not in name:
+        return {}  # the name of a class, about which nobody asks the hub
     try:
         return dict(stored_tokenizer(name).get_vocab())
     except ModelError:
@@ -215,33 +201,28 @@ def _vocabulary_of(model: str | Path | PreTrainedModel) -> tuple[str, int | None
     """Return a model's name and the number of tokens that it has embeddings for, None where its config states none."""
     if isinstance(model, PreTrainedModel):
         return model.name_or_path or type(model).__name__, model.get_input_embeddings().num_embeddings
-    path = check_model_path(model)
+    path = str(model_directory(model))
     return path, getattr(stored_config(path).get_text_config(), "vocab_size", None)
 
 
 def stored_config(path: str) -> PretrainedConfig:
     """Return the config of a model, whose weights are not read; raise ModelError when there is none."""
-    path = check_model_path(path)
-    try:
+    path = str(model_directory(path))
+    with _reading("config of the model", path):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, **hub_options(path))
-    except UNREADABLE as error:
-        raise ModelError(_unreadable("config of the model", path, error)) from error
     return config
 
 
 def stored_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer as it was saved, with a pad token or without; raise ModelError when there is none."""
     path = str(model_directory(path))
-    check_directory(path)
-    try:
+    with _reading("tokenizer", path):
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
         return (
             PreTrainedTokenizerFast.from_pretrained(path, **hub_options(path))
             if _cuts_otherwise(tokenizer, Path(path))
             else tokenizer
         )
-    except UNREADABLE as error:
-        raise ModelError(_unreadable("tokenizer", path, error)) from error
 
 
 def _cuts_otherwise(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool:
@@ -294,25 +275,21 @@ def _is_dropout(attribute: str, value: Any) -> bool:
 
 
 def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTrainedModel:
-    path = check_model_path(path)
-    check_weights(path)
-    try:
-        config, whole = _configs(path)
-        scored = is_scored(path, config, values)
-        with without_progress_bars(), without_reports() if whole or scored else nullcontext():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=whole.text_config if whole else config,
-                dtype=dtype,
-                output_loading_info=True,
-                key_mapping=whole.key_mapping() if whole else None,
-                use_safetensors=True,
-                **hub_options(path),
-            )
-    except UNREADABLE as error:
-        raise ModelError(_unreadable("model", path, error)) from error
-    if getattr(model, "peft_config", None):  # of a name on the hub
-        raise ModelError(adapter_message(path, beside=False))
+    path = str(model_directory(path))
+    config, whole = _configs(path)
+    scored = is_scored(path, config, values)
+    reports = without_reports() if whole or scored else nullcontext()
+    with _reading("model", path), without_progress_bars(), reports:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=whole.text_config if whole else config,
+            dtype=dtype,
+            output_loading_info=True,
+            key_mapping=whole.key_mapping() if whole else None,
+            use_safetensors=True,  # a pickle can run code
+            **hub_options(path),
+        )
+    refuse_adapted(model)
     # transformers fills tensors that a checkpoint lacks with random numbers; training on those is a bug without a sign.
     # It drops tensors that the config has no place for; those of another head, such as `score`, change no log-prob.
     unexpected, children = report["unexpected_keys"], dict(model.named_children())
@@ -323,11 +300,10 @@ def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTraine
     if scored:
         report["missing_keys"] = report["missing_keys"] - {"lm_head.weight", "lm_head.bias"}
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        names = sorted(str(name) for name in report.get(kind) or ())
-        if names:
+        if names := sorted(map(str, report.get(kind) or ())):
             raise ModelError(
-                f"The weights in {path!r} do not fit its config.json: {kind.replace('_', ' ')} {', '.join(names[:3])}"
-                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Copy the directory again from its source."
+                f"The weights in {path!r} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, "
+                f"{', '.join(names[:3])}. Copy the directory again from its source."
             )
     check_finite(model, path)
     setattr(model, ATTRIBUTE, whole)
@@ -341,16 +317,16 @@ def check_finite(model: nn.Module, name: str) -> None:
     """Raise ModelError for a weight with a NaN or an infinity, which would make every log-prob one."""
     for key, tensor in model.named_parameters():
         if tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
-            raise ModelError(f"The model {name!r} has a NaN or an infinity in {key}. {AGAIN}")
+            raise ModelError(f"The model {name!r} has a NaN or an infinity in {key}. Copy it again.")
 
 
 def _configs(path: str) -> tuple[PretrainedConfig, WholeCheckpoint | None]:
     """Return the config of a model and, where a text model is only a part of it, its whole checkpoint."""
-    config = AutoConfig.from_pretrained(path, **hub_options(path))
+    config = stored_config(path)
     whole: WholeCheckpoint | None = None
     if is_around_text(config):
         whole = load("rl4llm.backends.vision_language:WholeCheckpoint")(path, config, **hub_options(path))
-    check_kind(path, config if whole is None else whole.text_config)
+    check_kind(path, config, config if whole is None else whole.text_config)
     return config, whole
 
 
@@ -378,29 +354,21 @@ def hub_options(path: str) -> dict[str, bool]:
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise ModelError(unknown("model.dtype", dtype, DTYPES))
-    return DTYPES[dtype]
+    return dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype]
 
 
-def _unreadable(what: str, path: str, error: BaseException) -> str:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    missing = [name for name in TOKENIZER_FILES if not (Path(path) / name).is_file()]
-    if what == "tokenizer" and missing and Path(path).is_dir():
-        step = "Copy the tokenizer's files from the model that it was made from."
-        return f"model.path={path!r} has no {' and no '.join(missing)}, so its tokenizer cannot be loaded. {step}"
-    if "trust_remote_code" in str(error):
-        step = "Code of a model directory never runs. Use a model whose architecture transformers has."
-        return f"The {what} model.path={path!r} needs custom code (auto_map). {step}"
-    if Path(path).is_dir():
-        step = "Check that all files are present and complete, or copy the directory again from its source."
-    else:
-        step = "The directory does not exist, nor does the hub have it. Check the name and the network, or use a local copy."
-    return f"The {what} model.path={path!r} cannot be loaded: {reason[0][:300]} {step}"
-
-
-def _candidates(tokenizer: PreTrainedTokenizerBase) -> str:
-    special = [token for token in tokenizer.all_special_tokens if isinstance(token, str)]
-    return f"Its special tokens: {', '.join(map(repr, special)) or 'none'}."
+@contextmanager
+def _reading(what: str, path: str) -> Iterator[None]:
+    """Raise ModelError with a next step for what transformers raises about files that it cannot read."""
+    try:
+        yield
+    except UNREADABLE as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        step = "Check that the directory is complete, or copy it again from its source."
+        if "trust_remote_code" in str(error):
+            step = "Code of a model never runs (auto_map): use a model whose architecture transformers has."
+        elif not Path(path).is_dir():
+            step = "Check the name and the network, or use a local copy."
+        raise ModelError(
+            f"The {what} model.path={path!r} cannot be loaded: {reason[0][:300]} {step}"
+        ) from error

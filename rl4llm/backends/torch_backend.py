@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from rl4llm.backends.runner import TokenNumbers, nothing_of
 from rl4llm.core.base_backend import BaseAdapter, TokenLosses, TokenMeasures, of_batch
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
-from rl4llm.core.registry import Registry
+from rl4llm.core.registry import load
 from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.runs.tensor_file import TensorFile
 from rl4llm.runtime.ranks import Ranks, put, whole
@@ -54,14 +54,11 @@ class Alone:
         """Average over the ranks the gradients that no backward pass has averaged."""
 
 
-SHARDS: Registry[type[Alone]] = Registry(
-    "backend.shard",
-    table={
-        "none": "rl4llm.backends.torch_backend:Alone",
-        "ddp": "rl4llm.backends.sharding:Replicated",
-        "fsdp2": "rl4llm.backends.sharding:Sharded",
-    },
-)
+SHARDS = {
+    "none": "rl4llm.backends.torch_backend:Alone",
+    "ddp": "rl4llm.backends.sharding:Replicated",
+    "fsdp2": "rl4llm.backends.sharding:Sharded",
+}
 
 
 class TorchBackend(ModelBackend):
@@ -100,7 +97,7 @@ class TorchBackend(ModelBackend):
         value_head: ValueHead | None = None,
         adapter: BaseAdapter | None = None,
         ranks: Ranks | None = None,
-        shard: str | None = None,
+        shard: Literal["none", "ddp", "fsdp2"] | None = None,
         cpu_offload: bool = False,
         trains: bool = True,
         device: torch.device | str | None = None,
@@ -121,11 +118,6 @@ class TorchBackend(ModelBackend):
     @classmethod
     def shares_weights(cls, ranks: Ranks, options: Mapping[str, Any]) -> bool:
         return ranks.size > 1 and options.get("shard") == "fsdp2"
-
-    @classmethod
-    def check_trains(cls, options: Mapping[str, Any], dtype: str) -> None:
-        if options.get("shard") is not None:
-            SHARDS[options["shard"]]  # refuses an unknown name
 
     @classmethod
     def memory(
@@ -268,16 +260,14 @@ def shared_by(
     module: TokenNumbers, ranks: Ranks, device: torch.device, shard: str, cpu_offload: bool
 ) -> Alone:
     """Return the module ready for training by these ranks; one rank never shards."""
-    kind = SHARDS[shard]
+    kind: type[Alone] = load(SHARDS[shard])
     if ranks.size > 1 and kind is Alone:
         raise ConfigError(
-            f"backend.shard='none' is not accepted for {ranks.size} ranks that train one model: they would diverge. "
-            "Accepted: ddp, or fsdp2 for a model that is too large for one device."
+            f"backend.shard='none' is not accepted for {ranks.size} ranks: their models would diverge. Use ddp or fsdp2."
         )
     if cpu_offload and (not kind.offloads or ranks.size == 1):
         raise ConfigError(
-            f"backend.cpu_offload=true is not accepted with backend.shard={shard!r} and {ranks.size} "
-            f"{'rank' if ranks.size == 1 else 'ranks'}. Accepted: shard=fsdp2 with 2 ranks or more."
+            "backend.cpu_offload=true has no effect here: it requires backend.shard=fsdp2 and two ranks or more."
         )
     trains = any(parameter.requires_grad for parameter in module.parameters())
     if ranks.size == 1 or not (trains or kind.shares_frozen):

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl4llm.backends.model_files import check_model_path, whole_checkpoint, without_reports
-from rl4llm.backends.models import UNREADABLE, check_finite, hub_options, without_progress_bars
+from rl4llm.backends.model_files import model_directory, whole_checkpoint, without_reports
+from rl4llm.backends.models import check_finite, hub_options, without_progress_bars
 from rl4llm.backends.runner import nothing_of
 from rl4llm.core.errors import ModelError
 from rl4llm.core.images import IMAGE_SIDE, TOWER, Image
@@ -61,8 +61,8 @@ class Tower:
 
     @classmethod
     def read(cls, path: str | Path, vision: Vision, dtype: torch.dtype, *, trains: bool = False) -> Tower:
-        """Read the image side of a checkpoint; raises ModelError where it cannot be read."""
-        module, names = _image_side(check_model_path(path), dtype)
+        """Read the image side of a checkpoint."""
+        module, names = _image_side(str(model_directory(path)), dtype)
         return cls(module, vision, names, trains=trains)
 
     @property
@@ -298,13 +298,9 @@ def add_tower(
 
 
 def empty_image_side(path: str | Path) -> Any:
-    """Return the image side of a checkpoint on the meta device, from its config alone; raise ModelError without one."""
-    path = check_model_path(path)
-    try:
-        with torch.device("meta"):
-            return AutoModelForImageTextToText.from_config(_without_text(path)).base_model
-    except UNREADABLE as error:
-        raise ModelError(f"The image side of model.path={path!r} cannot be read: {error}") from error
+    """Return the image side of a checkpoint on the meta device, from its config alone."""
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(_without_text(str(model_directory(path)))).base_model
 
 
 def _without_text(path: str) -> Any:
@@ -317,19 +313,16 @@ def _without_text(path: str) -> Any:
 
 def _image_side(path: str, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
     """Return the vision-language model without its output layer and with an empty text model, and its names in the files."""
-    try:
-        with without_progress_bars(), without_reports():
-            model, report = AutoModelForImageTextToText.from_pretrained(
-                path,
-                config=_without_text(path),
-                dtype=dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # of the embedding
-                use_safetensors=True,
-                **hub_options(path),
-            )
-    except UNREADABLE as error:
-        raise ModelError(f"The image side of model.path={path!r} cannot be read: {error}") from error
+    with without_progress_bars(), without_reports():
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            path,
+            config=_without_text(path),
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # of the embedding
+            use_safetensors=True,
+            **hub_options(path),
+        )
     if missing := sorted(name for name in report["missing_keys"] if "language_model" not in name):
         raise ModelError(f"The image side of model.path={path!r} is not whole: it has no {missing[0]}.")
     check_finite(model, path)

