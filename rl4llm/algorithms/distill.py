@@ -30,6 +30,8 @@ class Distill(GRPO):
     teacher_path: str | None = None
     reward_coef: NonNegative = 0.0
     aggregation: str = "token"
+    kl_coef: ClassVar[float] = 0.0  # type: ignore[misc]  # the teacher is the only reference
+    reference_every: ClassVar[int] = 0  # type: ignore[misc]  # and fixed
     compares: ClassVar[bool] = False
     whiten: ClassVar[bool] = False  # type: ignore[misc]  # each update makes advantages, batch by batch
 
@@ -55,12 +57,4 @@ class Distill(GRPO):
         if self.reward_coef > 0 and group_size < 2:
             raise ConfigError(
                 f"rollout.group_size={group_size} is not accepted with algorithm.reward_coef. Use 2 or more."
-            )
-        if self.kl_coef > 0:
-            raise ConfigError(
-                "algorithm.kl_coef is not accepted with 'distill': the teacher is the only reference. Set it to 0."
-            )
-        if self.reference_every > 0:
-            raise ConfigError(
-                "algorithm.reference_every is not accepted with 'distill': the teacher is fixed. Set it to 0."
             )

@@ -7,7 +7,6 @@ from typing import Literal
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.core.base_algorithm import Needs
-from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import Positive, Share
 
 
@@ -36,10 +35,3 @@ class ExploreGRPO(GRPO):
             for i in range(max(map(len, ladders.values())))
         )
         return replace(GRPO.needs(self), sampling=rungs)
-
-    def check(self, group_size: int) -> None:
-        GRPO.check(self, group_size)
-        if self.correction is None and self.temperatures:
-            raise ConfigError(
-                "algorithm.correction=null is not accepted with ladders of temperatures. Use 'tis'."
-            )

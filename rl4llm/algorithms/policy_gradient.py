@@ -36,7 +36,7 @@ class PolicyGradient(BaseAlgorithm):
         whiten: give the advantages of all tokens of a step mean 0 and standard deviation 1.
         filter_groups: filter zero-variance groups: groups whose rewards are all equal, up to rounding, neither train nor
             count in any mean. If turns are credited, the reward to go at each turn must be equal too.
-        filter_groups_by: name of the reward that must differ; null is the combined reward.
+        filter_groups_by: name of the reward that must differ, which filters groups too; null is the combined reward.
         mask_truncated: trajectories that reached a token limit do not train. The others of their group are still compared
             with them; `whiten` and a critic leave them out.
         kl_coef: strength of the KL penalty to the reference; 0 needs no reference model.
@@ -76,7 +76,6 @@ class PolicyGradient(BaseAlgorithm):
     _kl_factor: float = field(default=1.0, init=False, repr=False)
 
     compares: ClassVar[bool] = True  # the trajectories of a group with one another
-    credits_turns: ClassVar[bool] = True  # when `turn_discount` asks for it
 
     def needs(self) -> Needs:
         kl_in_loss = self.kl_coef > 0 and self.kl_in == "loss"
@@ -105,11 +104,9 @@ class PolicyGradient(BaseAlgorithm):
         return {"old_logprobs": "recomputed", **weights}
 
     def keep(self, group: Group) -> bool:
-        if not self.filter_groups:
-            return True
         if self.filter_groups_by is not None:
             return differ([trajectory.rewards[self.filter_groups_by] for trajectory in group.trajectories])
-        if differ(group.rewards_G.tolist()):
+        if not self.filter_groups or differ(group.rewards_G.tolist()):
             return True
         if self.credits(group).dim() == 1:
             return False
@@ -209,41 +206,22 @@ class PolicyGradient(BaseAlgorithm):
                 f"rollout.group_size={group_size} is not accepted with algorithm.name={name!r}: rewards are compared "
                 "within a group, so a group of one has zero advantage. Use 2 or more."
             )
-        if self.filter_groups_by is not None and not self.filter_groups:
-            raise ConfigError(
-                "algorithm.filter_groups_by has no effect without algorithm.filter_groups=true."
-            )
-        self._check_kl()
-        self._check_correction()
-        if self.turn_discount is not None and not self.credits_turns:
-            raise ConfigError(
-                f"algorithm.turn_discount={self.turn_discount} has no effect with algorithm.name={name!r}. Leave it out."
-            )
-
-    def _check_kl(self) -> None:
-        for key, is_set in (
-            ("kl_target", self.kl_target is not None),
-            ("kl_weighted", self.kl_weighted),
-            ("reference_every", self.reference_every > 0),
+        if self.correction is not None:
+            CORRECTIONS[self.correction]
+        reference, in_loss = self.needs().reference, self.kl_in == "loss"
+        for key, is_set, accepted, step in (
+            ("kl_target", self.kl_target is not None, reference, "kl_coef above 0"),
+            ("reference_every", self.reference_every > 0, reference, "kl_coef above 0"),
+            ("kl_weighted", self.kl_weighted, reference and in_loss, "kl_coef above 0 and kl_in=loss"),
+            (
+                "correction",
+                self.correction is not None,
+                self.old_logprobs == "recomputed",
+                "old_logprobs=recomputed",
+            ),
         ):
-            if is_set and not self.needs().reference:
-                raise ConfigError(
-                    f"algorithm.{key} has no effect without a reference. Set algorithm.kl_coef above 0."
-                )
-        if self.kl_weighted and self.kl_in == "reward":
-            raise ConfigError(
-                "algorithm.kl_weighted requires a penalty in the loss. Leave it out, or set algorithm.kl_in=loss."
-            )
-
-    def _check_correction(self) -> None:
-        if self.correction is None:
-            return
-        CORRECTIONS[self.correction]
-        if self.old_logprobs != "recomputed":
-            raise ConfigError(
-                f"algorithm.correction={self.correction!r} compares the engine's log-probs with the trainer's. "
-                "Set algorithm.old_logprobs=recomputed too."
-            )
+            if is_set and not accepted:
+                raise ConfigError(f"algorithm.{key} has no effect. Set algorithm.{step} too.")
 
 
 READERS = {name: getattr(PolicyGradient, name) for name in ("assign", "advantages", "token_losses")}

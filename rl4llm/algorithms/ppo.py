@@ -47,7 +47,7 @@ class PPO(GRPO):
     kl_estimator: KLEstimator = "k1"
     aggregation: str = "token"
     compares: ClassVar[bool] = False
-    credits_turns: ClassVar[bool] = False
+    turn_discount: ClassVar[None] = None  # type: ignore[misc]  # `gamma` discounts tokens instead
 
     def needs(self) -> Needs:
         critic = Critic(self.critic_path, self.critic_lr, self.critic_passes, self.critic_warmup_steps)

@@ -32,7 +32,7 @@ class ReinforcePP(GRPO):
     kl_estimator: KLEstimator = "k1"
     aggregation: str = "token"
     compares: ClassVar[bool] = False
-    credits_turns: ClassVar[bool] = False
+    turn_discount: ClassVar[None] = None  # type: ignore[misc]  # `gamma` discounts tokens instead
 
     def needs(self) -> Needs:
         return replace(GRPO.needs(self), every_token=True, reward_kl=None)

@@ -23,7 +23,7 @@ class ReMax(GRPO):
     scale_rewards: ScaleBatch = "none"
     aggregation: str = "token"
     compares: ClassVar[bool] = False
-    credits_turns: ClassVar[bool] = False
+    turn_discount: ClassVar[None] = None  # type: ignore[misc]  # the reply to compare with has other turns
 
     def needs(self) -> Needs:
         return replace(GRPO.needs(self), greedy_baseline=True)
