@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -14,6 +14,7 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
 from rl4llm.core.images import ImagePlace, tower_of
 from rl4llm.core.model_memory import FP32, EngineLoad, ModelShape, Precision
+from rl4llm.core.schema import Count, Range, checked
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.inference.embedded.engine import LOOKAHEAD, SHARE_FROM, Engine, Finished
 from rl4llm.inference.embedded.kv_cache import LENGTH_STEP, KVCache, padded_rows
@@ -56,18 +57,19 @@ class LocalClient(BaseClient):
     in_process = takes_images = True
     publishers = ("memory",)
 
+    @checked("inference")
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
         *,
-        max_rows: int = MAX_ROWS,
-        context_length: int | None = None,
+        max_rows: Count = MAX_ROWS,
+        context_length: Annotated[int, Range(2)] | None = None,
         path: Path = "auto",
         deterministic: bool = False,
         stall_timeout_s: float = 600.0,
         share_from: int = SHARE_FROM,
-        autocast: str = "none",
+        autocast: Literal["none", "bfloat16"] = "none",
     ):
         dtype = AUTOCAST[autocast]
         self._engine = Engine(model, tokenizer, max_rows, context_length, path, share_from, dtype)
@@ -153,8 +155,7 @@ class LocalClient(BaseClient):
         """Take new weights; with `keep_cache` requests under way continue with what the older ones cached for them."""
         if weight_ref.kind != "memory":
             raise EngineError(
-                f"load: WeightRef.kind={weight_ref.kind!r} is not accepted by the embedded engine, which shares the "
-                "trainer's weights. Update the parameters in place and pass kind='memory'."
+                f"load: kind={weight_ref.kind!r}, but this engine shares the trainer's weights (memory)."
             )
         if weight_ref.tensors is not None:
             tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
@@ -218,8 +219,6 @@ class LocalClient(BaseClient):
         self._asleep -= set(tags)
 
     async def health(self) -> dict[str, Any]:
-        if self._closed:
-            raise EngineError("The embedded engine is closed.")
         return {"version": self._engine.version, **self._engine.describe()}
 
     async def close(self) -> None:
@@ -229,12 +228,9 @@ class LocalClient(BaseClient):
         self._fail(EngineError("The embedded engine was closed while requests were running."))
 
     def _check_awake(self) -> None:
-        if self._closed:
-            raise EngineError("The embedded engine is closed; create a new one.")
-        if self._asleep:
-            raise EngineError(
-                f"The embedded engine is asleep ({', '.join(sorted(self._asleep))}); call wake first."
-            )
+        if self._closed or self._asleep:
+            state = "closed; create a new one" if self._closed else "asleep; call wake first"
+            raise EngineError(f"The embedded engine is {state}.")
 
     def _start_pump(self) -> None:
         """Ensure that a pump runs in this event loop. If its loop ended, fail its requests and replace it."""

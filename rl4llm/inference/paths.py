@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rl4llm.core.errors import EngineError, unknown
+from rl4llm.core.errors import EngineError
 from rl4llm.core.images import tower_of
 from rl4llm.core.registry import load
 from rl4llm.data.lengths import context_limits
@@ -18,7 +18,6 @@ from rl4llm.inference.embedded.precision import in_float32
 from rl4llm.inference.embedded.rows import Decoder
 
 Path = Literal["auto", "fast", "graph", "model"]
-PATHS = ("auto", "fast", "graph", "model")
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the logits' spread
 TF32_TOLERANCE = 2e-2
 STEPS = 3  # single steps of the proof: a captured one, and replays of it
@@ -53,11 +52,9 @@ def choose_decoder(
     "graph".
     Raises EngineError when the requested path, or every path, fails.
     """
-    if path not in PATHS:
-        raise EngineError(unknown("path", str(path), PATHS))
     reason = "requested"
     if path != "model" and tower_of(model) is not None:
-        path, reason = _of_images(path), "only the model's own forward computes images"
+        path, reason = "model", "only the model's own forward computes images"
     if path != "model":
         try:
             kind = LlamaDecoder
@@ -78,15 +75,6 @@ def choose_decoder(
         reason += ". Its layers are recurrent: prompts of unequal length are computed one after another, and a conversation "
         reason += "that does not continue all its earlier tokens is computed again from its start"
     return Choice(decoder, reason)
-
-
-def _of_images(path: Path) -> Path:
-    """Return the path that computes images; raise EngineError if another one is requested."""
-    if path != "auto":
-        raise EngineError(
-            f"path={path!r} does not compute images (model.vision). Use path='auto' or 'model'."
-        )
-    return "model"
 
 
 @torch.inference_mode()
@@ -174,21 +162,9 @@ def _replay(decoder: Decoder, cache: KVCache, tokens_BT: Tensor, lengths: list[i
 
 def context_limit(model: Any, asked: int | None) -> tuple[int, str]:
     """Return how many tokens a conversation may have, and what limits it; raise EngineError if `asked` is too long."""
-    if model.config.is_encoder_decoder:
-        raise EngineError(
-            f"{type(model).__name__} is an encoder-decoder model; the embedded engine only serves causal language models."
-        )
     Layers(model)  # raises if one cannot be cached
-    limits = context_limits(model.config)
-    if asked is not None:
-        if asked < 2:
-            raise EngineError(f"context_length={asked} is not accepted. Accepted: 2 or above.")
-        limits.append((asked, "context_length"))
-    if not limits:
-        raise EngineError(f"{type(model).__name__} has no max_position_embeddings; set context_length.")
-    length, reason = min(limits)
-    if asked is not None and length < asked:
-        raise EngineError(
-            f"context_length={asked} is not accepted: {reason} of the model allows at most {length}."
-        )
+    limits = context_limits(model.config) + ([] if asked is None else [(asked, "context_length")])
+    length, reason = min(limits, default=(0, "max_position_embeddings (none)"))
+    if length < (asked or 1):
+        raise EngineError(f"context_length={asked} is not accepted: {reason} of the model allows {length}.")
     return length, reason

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_backend import BaseBackend, of_update
-from rl4llm.core.errors import CheckpointError, NotFiniteError, RL4LLMError, RunDirError
+from rl4llm.core.errors import NotFiniteError, RL4LLMError, RunDirError
 from rl4llm.core.types import Group, Trajectory, Update
 from rl4llm.runs.checkpoint import (
     Checkpoint,
@@ -268,9 +268,6 @@ class BaseTrainer(ABC, Generic[AnyStep]):
                 self.warn(f"{partial} is an unfinished save, so it is ignored. Training starts at step 0.")
             return
         for name, model in self.models().items():
-            if not (checkpoint.path / name).is_dir():
-                where = f"The checkpoint {checkpoint.path} has no {name}"
-                raise CheckpointError(f"{where}; it was saved by a run without one. Start a new run.")
             model.load(checkpoint.path / name)
         states = checkpoint.state["rng"]
         lost = [

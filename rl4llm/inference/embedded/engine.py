@@ -53,8 +53,6 @@ class Engine:
         share_from: int = SHARE_FROM,
         autocast: torch.dtype | None = None,
     ):
-        if max_rows < 1:
-            raise EngineError(f"max_rows={max_rows} is not accepted. Accepted: 1 or above.")
         self._model, self._max_rows, self._path, self._share_from = model, max_rows, path, share_from
         self.autocast = autocast
         self.prepared: Choice | None = None  # how to compute with the next weights
@@ -225,12 +223,9 @@ class Engine:
         self._rows = RowTable(self._cache, self._max_rows)
 
     def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
-        if not token_ids:
-            raise RefusedError(f"{where}: the prompt is empty; give at least one token.")
-        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            invalid = next(token for token in token_ids if not 0 <= token < self.vocab_size)
+        if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise RefusedError(
-                f"{where}: token id {invalid} is outside the vocabulary: 0 to {self.vocab_size - 1}."
+                f"{where}: the prompt is empty, or has a token outside of the vocabulary: 0 to {self.vocab_size - 1}."
             )
 
     @torch.inference_mode()
