@@ -327,6 +327,8 @@ def _segments(batch: TrainBatch) -> _Segments:
     tails = np.zeros(len(starts), np.int64)  # one past the last token of the policy
     places = np.flatnonzero(sampled)
     np.maximum.at(tails, number[places], places + 1)
+    # A token's log-prob comes from the state before it, and no state looks ahead: from the last token of the policy on,
+    # nothing of a segment matters. A shared prompt is whole, since its last state predicts the first token of each answer.
     lengths = np.maximum(tails - 1 - starts, 0)
     shared = np.unique(parents[(tails > 0) & (parents >= 0)])
     lengths[shared] = (ends - starts)[shared]
@@ -349,6 +351,8 @@ def _segments(batch: TrainBatch) -> _Segments:
 def _blocks(segments: _Segments) -> tuple[Ints, list[Block]]:
     """Return the order of the segments in the stream, roots first, and the blocks that they form."""
     parents, lengths = segments.parents, segments.lengths
+    # The answers to one prompt are neighbours, the longest first. Similar ones are padded to one block, since a call of the
+    # kernel for each of them takes longer than the padding; unlike ones are not, since attention grows with the square.
     order = np.lexsort((-lengths, parents))
     root_place = {int(segment): place for place, segment in enumerate(order[parents[order] < 0])}
     blocks: list[Block] = []

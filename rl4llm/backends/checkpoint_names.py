@@ -35,7 +35,11 @@ class CheckpointNames:
     def __init__(self, model: PreTrainedModel, own: Sequence[TensorSpec]):
         self._model, self._whole, self._others = model, whole_checkpoint(model), list[TensorSpec]()
         every = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in own}
-        seeing = {name: self._file_name(name) for name in every if name.startswith(f"{IMAGE_SIDE}.")}
+        seeing = {
+            name: self._whole.file_name(name.removeprefix(f"{IMAGE_SIDE}."))
+            for name in every
+            if self._whole is not None and name.startswith(f"{IMAGE_SIDE}.")
+        }
         named = {name: tensor for name, tensor in every.items() if name not in seeing}
         saved = revert_weight_conversion(model, dict(named))
         self._renamed = {name: name for name in named if saved.get(name) is named[name]}
@@ -71,11 +75,6 @@ class CheckpointNames:
         if self._whole is not None:
             yield from self._whole.read(self._others)
 
-    def _file_name(self, name: str) -> str:
-        """Return the name in the files of a tensor of the image side."""
-        assert self._whole is not None  # only a part of a checkpoint has an image side
-        return self._whole.file_name(name.removeprefix(f"{IMAGE_SIDE}."))
-
     def _find_parts(self, named: Named, saved: Named) -> None:
         """Find the smallest sets of tensors that convert apart from all others: single ones, or those of one module."""
         names_left = list(named)
@@ -95,7 +94,6 @@ class CheckpointNames:
         self._parts |= dict.fromkeys(names_left, tuple(names_left))
 
     def _take(self, tensors: Named, saved: Named, ids: Container[int]) -> None:
-        """Note that these convert together, if the result is a part of what all give."""
         try:
             reverted = revert_weight_conversion(self._model, dict(tensors))
         except INCOMPLETE:

@@ -321,7 +321,6 @@ def check_finite(model: nn.Module, name: str) -> None:
 
 
 def _configs(path: str) -> tuple[PretrainedConfig, WholeCheckpoint | None]:
-    """Return the config of a model and, where a text model is only a part of it, its whole checkpoint."""
     config = stored_config(path)
     whole: WholeCheckpoint | None = None
     if is_around_text(config):

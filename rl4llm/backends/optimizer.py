@@ -51,8 +51,8 @@ class OptimizerOptions:
         """Return the learning rate of optimizer step `step`, from 0. The warm-up rises from lr / warmup_steps to lr."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
-        left = max(1, (self.total_steps or 0) - self.warmup_steps)
-        return self.lr * SCHEDULES[self.schedule](min(1.0, (step - self.warmup_steps) / left))
+        decay_steps = max(1, (self.total_steps or 0) - self.warmup_steps)
+        return self.lr * SCHEDULES[self.schedule](min(1.0, (step - self.warmup_steps) / decay_steps))
 
 
 class Optimizer:
@@ -83,11 +83,11 @@ class Optimizer:
             self.parameters[name].register_post_accumulate_grad_hook(partial(_add_to, master))
         self.stepped = self.parameters | self.masters  # what has gradients and takes the steps
         self.step_number = 0  # of optimizer steps taken
-        decayed = [parameter for parameter in self.stepped.values() if parameter.ndim > 1]
-        others = [parameter for parameter in self.stepped.values() if parameter.ndim <= 1]
+        matrices = [parameter for parameter in self.stepped.values() if parameter.ndim > 1]
+        vectors = [parameter for parameter in self.stepped.values() if parameter.ndim <= 1]
         groups = [
             {"params": params, "weight_decay": decay}
-            for params, decay in ((decayed, options.weight_decay), (others, 0.0))
+            for params, decay in ((matrices, options.weight_decay), (vectors, 0.0))
             if params
         ]
         groups = groups or [{"params": []}]  # a model that never trains
@@ -160,7 +160,6 @@ class Optimizer:
 
     @torch.no_grad()
     def _round(self) -> None:
-        """Copy the float32 masters into the parameters, which rounds them."""
         for name, master in self.masters.items():
             part(self.parameters[name]).copy_(part(master))
 
@@ -173,7 +172,6 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _add_to(master: nn.Parameter, parameter: Tensor) -> None:
-    """Move a parameter's gradient into its master's."""
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None  # autograd calls this after it has written one
     if master.grad is None:

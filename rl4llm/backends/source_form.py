@@ -111,7 +111,6 @@ def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
 def _changed(
     source: Mapping[str, Any], unchanged: Mapping[str, Any], written: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the source with changes to the keys whose values in `unchanged` and `written` differ."""
     config = dict(source)
     for key in {**unchanged, **written}:
         before: Any = unchanged.get(key)
@@ -143,7 +142,6 @@ def _same(name: str, one: bytes, other: bytes | None) -> bool:
 
 
 def _written(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """Return the files that transformers writes, by name."""
     with tempfile.TemporaryDirectory(prefix="rl4llm-tokenizer-") as directory:
         tokenizer.save_pretrained(directory)
         return {file.name: file.read_bytes() for file in Path(directory).iterdir() if file.is_file()}

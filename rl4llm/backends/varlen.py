@@ -157,6 +157,6 @@ def _difference(
                 q, k, v = (x.clone().requires_grad_() for x in random[:3])
                 out = Spans.of(each, lengths, parents, device).attend(q, k, v, width**-0.5, window)
                 results.append([out.detach(), *torch.autograd.grad((out * random[3]).sum(), (q, k, v))])
-            for left, right in zip(*results, strict=True):
-                worst = max(worst, float((left - right).abs().max() / right.abs().max()))
+            for output, expected in zip(*results, strict=True):
+                worst = max(worst, float((output - expected).abs().max() / expected.abs().max()))
     return worst

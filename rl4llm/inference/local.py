@@ -283,7 +283,6 @@ class LocalClient(BaseClient):
         return ""
 
     def _pump_ended(self, pump: asyncio.Task[None]) -> None:
-        """Fail every request with the error that ended the pump."""
         if pump is not self._pump:
             return
         if pump.cancelled():

@@ -123,7 +123,6 @@ def prove(
 
 
 def _forward(model: Any, tokens_BT: Tensor, lengths: list[int]) -> Tensor:
-    """Return the model's log-probs after the last token of each row."""
     rows = enumerate(lengths)
     return _logprobs(torch.stack([model(tokens_BT[row : row + 1, :end]).logits[0, -1] for row, end in rows]))
 
@@ -133,7 +132,6 @@ def _logprobs(logits_BV: Tensor) -> Tensor:
 
 
 def _replay(decoder: Decoder, cache: KVCache, tokens_BT: Tensor, lengths: list[int]) -> Tensor:
-    """Return the logits after the last token of each row."""
     cache.reserve(2, tokens_BT.shape[1])
     starts = [max(1, length // 2) - 1 for length in lengths]
     if max(starts) > 1:

@@ -117,7 +117,6 @@ class Preparation:
         return batches + [filler(self.batching.pad_token_id) for _ in range(missing)]
 
     def _updates(self, packed: list[Update], step: int) -> list[Update]:
-        """Return every optimizer step of each pass, the critic's before the policy's; models may have different passes."""
         policy_passes, critic_passes = self.batching.passes_per_rollout, 0
         if (critic := self.algorithm.needs().critic) is not None:
             policy_passes, critic_passes = policy_passes if step >= critic.warmup_steps else 0, critic.passes

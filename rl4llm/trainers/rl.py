@@ -107,8 +107,8 @@ class RLTrainer(BaseTrainer[RLStep]):
                 step.failed += refill.failed
         self._observe(step)
         if most:
-            kept, played = self._count(step)
-            step.counts |= {"groups/refills": refills, "groups/dropped": played - kept}
+            trained, played = self._count(step)
+            step.counts |= {"groups/refills": refills, "groups/dropped": played - trained}
         if self.staleness.limit:
             step.counts |= self._staleness(step)
         return step
@@ -292,7 +292,6 @@ class RLTrainer(BaseTrainer[RLStep]):
         return next(saves, most) if self.staleness.repeatable else most
 
     def _take(self, total: int) -> RLStep:
-        """Return the groups of the oldest `total` draws, scored."""
         rows, units = self.stream.take(total)
         try:
             result = self.rollout.finish(units)
@@ -311,7 +310,6 @@ class RLTrainer(BaseTrainer[RLStep]):
         return RLStep(list(result.groups), rows=rows, failed=list(result.failed))
 
     def _staleness(self, step: RLStep) -> dict[str, float]:
-        """Return by how many versions the tokens of a step are older than the weights that they train."""
         spans = [span for trajectory in step.trajectories for span in trajectory.policy_spans]
         ages = [(self.step - (span.version or 0), len(span.token_ids)) for span in spans]
         total, tokens = self.ranks.total(
@@ -327,7 +325,6 @@ class RLTrainer(BaseTrainer[RLStep]):
         return self._total(trained), self._total(played)
 
     def _total(self, number: int) -> int:
-        """Return the sum over all ranks."""
         return int(self.ranks.total(torch.tensor(number)))
 
     def _observe(self, step: RLStep) -> None:

@@ -265,30 +265,15 @@ def test_a_row_that_ended_does_not_advance(build, tokenizer):
     assert moved[1:, 1 - ended.slot].eq(1).all()
 
 
-def test_release_frees_a_sessions_row(make):
-    client = make()
-    generate(client, PROMPTS, [SAMPLED] * 5, list("abcde"))
-    assert health(client)["rows_parked"] == 5
-    asyncio.run(client.release("b"))
-    assert health(client)["rows_parked"] == 4
-
-
 def test_an_engine_that_nobody_uses_holds_no_memory(make):
-    client = make()
-    generate(client, PROMPTS[:2], [SAMPLED] * 2, ["a", ""])
-    assert health(client)["cache_bytes"] > 0
-    asyncio.run(client.release("a"))
-    assert health(client)["cache_bytes"] == 0
-
-
-def test_an_engine_that_nobody_uses_keeps_no_captured_steps(make):
     client = make(path="graph")
     decoder = client._engine._decoder
-    generate(client, PROMPTS[:2], [SAMPLED] * 2, ["a", ""])
+    generate(client, PROMPTS[:3], [SAMPLED] * 3, ["a", "b", ""])
     decoder._pool = "the memory of graphs"
-    assert decoder._steps
+    asyncio.run(client.release("b"))
+    assert health(client)["rows_parked"] == 1 and health(client)["cache_bytes"] > 0 and decoder._steps
     asyncio.run(client.release("a"))
-    assert not decoder._steps and decoder._pool is None
+    assert health(client)["cache_bytes"] == 0 and not decoder._steps and decoder._pool is None
 
 
 def test_parked_sessions_make_way_for_requests_the_oldest_first(make):
@@ -721,18 +706,6 @@ def test_a_parked_session_keeps_its_cache_without_a_wait(make):
     assert prefilled < length - len(PROMPTS[0])
 
 
-def test_a_session_that_never_returns_is_an_error_with_its_name(make):
-    client = make(deterministic=True, stall_timeout_s=0.05)
-
-    async def run():
-        await client.expect("here")
-        await client.expect("gone")
-        await client.generate(PROMPTS[0], SAMPLED, session="here")
-
-    with pytest.raises(EngineError):
-        asyncio.run(run())
-
-
 def test_a_paused_engine_continues_where_it_stopped(make):
     client = make()
 
@@ -754,11 +727,13 @@ def test_a_paused_engine_continues_where_it_stopped(make):
     assert completion == generate(make(), [PROMPTS[0]], [SAMPLED.replace(max_tokens=30)])[0]
 
 
-def test_a_pause_has_a_deadline(make):
-    client = make(stall_timeout_s=0.05)
-    asyncio.run(client.pause())
-    with pytest.raises(EngineError):
-        generate(client, PROMPTS[:1], [SAMPLED])
+def test_neither_a_pause_nor_a_session_is_awaited_for_ever(make):
+    paused, expecting = (make(deterministic=True, stall_timeout_s=0.05) for _ in range(2))
+    asyncio.run(paused.pause())
+    asyncio.run(expecting.expect("gone"))
+    for client in (paused, expecting):
+        with pytest.raises(EngineError):
+            generate(client, PROMPTS[:1], [SAMPLED], ["here"])
 
 
 def test_sleep_gives_the_cache_back_and_wake_serves_again(make):
@@ -789,7 +764,7 @@ def test_a_closed_engine_fails_old_and_new_requests(make):
         generate(client, PROMPTS, [SAMPLED] * 5)
 
 
-def test_weights_from_files_are_refused_with_the_way_out(make):
+def test_weights_from_files_are_refused(make):
     with pytest.raises(EngineError):
         asyncio.run(make().load(WeightRef(3, "full", "/nowhere")))
 

@@ -188,6 +188,7 @@ class Engine:
         batch.step()
         self._counters.decode_steps += 1
         self._counters.decode_tokens += len(self._rows.active) - len(self._ended)
+        # Only codes of stops are read in each step: to read tokens is to wait for the GPU, which then has no next step yet.
         codes = batch.codes()
         return self._finish(codes) if codes or batch.steps_left == 0 or batch.due else []
 
@@ -339,7 +340,6 @@ class Engine:
         return self._batch
 
     def _end_batch(self) -> None:
-        """Read what the batch sampled, and free it and the rows that have ended."""
         self._flush()
         self._batch = None
         ended, self._ended = self._ended, []
@@ -362,7 +362,6 @@ class Engine:
             row.request.logprobs.extend(new_logprobs[row.slot])
 
     def _finish(self, codes: Sequence[int] | None) -> list[Finished]:
-        """Remove the rows whose completion is over, and return their completions."""
         self._flush()
         finished, leaving = [], []
         for row in self._rows.active:

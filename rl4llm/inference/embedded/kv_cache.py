@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class KVCache:
     ):
         self.dtype, self.device, self.prefixes, self._spare = dtype, device, prefixes, spare
         self.rows = self.capacity = self.placed = 0
-        self._window: Window | None = None
+        self.window: Any = None  # a Window, what the current pass computes; set before each pass
         self._keys: dict[int, Tensor] = {}  # slabs by layer
         self._values: dict[int, Tensor] = {}
         self.states: dict[StateName, Tensor] = {}
@@ -46,16 +47,6 @@ class KVCache:
     def memory(shape: ModelShape, rows: int, length: int, number: int) -> int:
         """Return the bytes of all slabs for `rows` rows of `length` tokens, with `number` bytes per number."""
         return rows * length * shape.layers * 2 * shape.kv_heads * shape.head_dim * number
-
-    @property
-    def window(self) -> Window:
-        """What the current pass computes; set before each pass."""
-        assert self._window is not None
-        return self._window
-
-    @window.setter
-    def window(self, window: Window) -> None:
-        self._window = window
 
     @property
     def num_bytes(self) -> int:
@@ -105,7 +96,7 @@ class KVCache:
         """Free the memory."""
         self.rows = self.capacity = 0
         self.placed += 1
-        self._window = None
+        self.window = None
         self._keys, self._values, self.states = {}, {}, {}
 
     def _resize(self, rows: int, length: int) -> None:

@@ -9,7 +9,7 @@ stands between layers, norms and rotations have that of the embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -278,24 +278,20 @@ def _check(model: Any, context_length: int) -> None:
         raise UnsupportedModelError(f"{kind.__name__} is not one of {', '.join(FAMILY)}")
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
     window = Layers(model).shortest_window or context_length
-    reasons: dict[str, Callable[[], bool]] = {
-        f"activation {model.config.hidden_act!r} is not 'silu'": lambda: model.config.hidden_act != "silu",
-        f"rope type {rope!r} changes with the length": lambda: rope in CHANGING_ROPE,
-        f"its window of {window} tokens is shorter than the context of {context_length}": lambda: (
-            window < context_length
-        ),
-        "the embedding is not a plain nn.Embedding": lambda: (
-            type(model.model.embed_tokens) is not nn.Embedding
-        ),
-        "modules have forward hooks, which only the model's own forward runs": lambda: any(
-            getattr(hook, "__name__", "") not in HARMLESS_HOOKS
-            for module in model.modules()
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        ),
-        "its parameters are on several devices": lambda: (
-            len({param.device for param in model.parameters()}) > 1
-        ),
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if getattr(hook, "__name__", "") not in HARMLESS_HOOKS
+    ]
+    reasons = {
+        f"activation {model.config.hidden_act!r} is not 'silu'": model.config.hidden_act != "silu",
+        f"rope type {rope!r} changes with the length": rope in CHANGING_ROPE,
+        f"its window of {window} tokens is shorter than the context of {context_length}": window
+        < context_length,
+        "the embedding is not a plain nn.Embedding": type(model.model.embed_tokens) is not nn.Embedding,
+        "modules have forward hooks, which only the model's own forward runs": bool(hooks),
+        "its parameters are on several devices": len({param.device for param in model.parameters()}) > 1,
     }
-    for reason, holds in reasons.items():
-        if holds():
-            raise UnsupportedModelError(reason)
+    if any(reasons.values()):
+        raise UnsupportedModelError(next(reason for reason, holds in reasons.items() if holds))

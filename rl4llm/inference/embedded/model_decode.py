@@ -152,7 +152,6 @@ class ModelDecoder(Decoder):
         return output.logits
 
     def _inputs(self, token_ids_BS: Tensor, window: Window) -> dict[str, Any]:
-        """Return the arguments for tokens, with what the model sees of their images."""
         if window.features is None:
             return {"input_ids": token_ids_BS}
         inputs: dict[str, Any] = self._tower.inputs(self._model, token_ids_BS, *window.features)
@@ -209,7 +208,6 @@ def _keep_states(cache: KVCache, number: int, layer: LinearAttentionLayer) -> No
 
 
 def _states(cache: KVCache, number: int) -> Iterator[tuple[StateName, Tensor]]:
-    """Yield the states of a layer in the window's rows, with their names."""
     rows = slice(cache.window.first, cache.window.first + cache.window.rows)
     for name, states in cache.states.items():
         if name[0] == number:

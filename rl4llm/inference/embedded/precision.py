@@ -127,14 +127,12 @@ class Projections:
 
 
 def _adapt(y: Tensor, x: Tensor, low: LowRank | None) -> Tensor:
-    """Add what an adapter gives for x, computed in its dtype, to what the layer gives."""
     if low is None:
         return y
     return (y + linear(linear(x.to(low.down.dtype), low.down), low.up) * low.scaling).to(y.dtype)
 
 
 def _parts(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Return what a copy depends on: modules and parameters, and where these are."""
     modules = [(id(module),) for module in model.modules()]
     return [*modules, *((id(item), item.dtype, item.device) for item in model.parameters())]
 

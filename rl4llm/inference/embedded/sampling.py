@@ -14,8 +14,7 @@ from torch import Tensor
 from rl4llm.core.types import SamplingParams
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-AHEAD = 32  # tokens for which uniforms are computed at once
-PERIOD = 64  # steps after which what was sampled is read, so a NaN is detected; captured steps need as many uniforms
+PERIOD = 64  # steps after which what was sampled is read, so a NaN is detected, and for which uniforms are computed
 SLICE = 256  # at most so many neighbouring tokens are one slice of a large vocabulary
 FIXED_POINT = 2.0**52  # of the unit in which probabilities are added up as integers; their sum is about 1
 LARGE = 8192  # a vocabulary from here on is drawn from by slices, in a third of the time, and rarely sorted
@@ -194,58 +193,10 @@ class Kind(NamedTuple):
         )
 
 
-class Sampler:
-    """Draws the next token of each row; rows may differ in every parameter. A change of rows needs a new sampler."""
-
-    def __init__(
-        self,
-        params: Sequence[SamplingParams],
-        starts: Sequence[int],
-        device: torch.device,
-        absent_A: Tensor | None = None,
-    ):
-        self._absent_A = absent_A
-        self._seeds = [item.seed for item in params]
-        self._next = list(starts)
-        self._uniforms_NB: Tensor | None = None
-        self._used = 0
-        self._kind = Kind.of(params)
-        greedy_B = torch.tensor([not item.temperature for item in params], device=device)
-        heat_B = torch.tensor([item.temperature or 1.0 for item in params], device=device)
-        self._greedy_B1 = greedy_B[:, None] if self._kind.greedy else None
-        self._heat_B1 = heat_B[:, None] if self._kind.hot else None
-        if self._kind.filters:
-            filtered = [row for row, item in enumerate(params) if item.top_k or item.top_p < 1]
-            self._filtered = torch.tensor(filtered, device=device)
-            self._top_k = torch.tensor([params[row].top_k for row in filtered], device=device)
-            self._top_p = torch.tensor(
-                [params[row].top_p for row in filtered], device=device, dtype=torch.float64
-            )
-
-    def __call__(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens (B,) and their log-probs (B,) by the temperature-scaled softmax; NaN logits give NaN."""
-        logits_BV, probs_BV = heated(logits_BV, self._heat_B1, self._absent_A)
-        uniforms_B1 = self._uniform(probs_BV.device)[:, None] if self._kind.draws else None
-        likely_BV = probs_BV
-        if self._kind.filters:
-            likely_FV = keep_likely(probs_BV[self._filtered], self._top_k, self._top_p)
-            likely_BV = probs_BV.index_copy(0, self._filtered, likely_FV)
-        tokens_B1 = choose(logits_BV, likely_BV, uniforms_B1, self._greedy_B1)
-        return tokens_B1[:, 0], probs_BV.gather(-1, tokens_B1)[:, 0].log()
-
-    def _uniform(self, device: torch.device) -> Tensor:
-        if self._uniforms_NB is None or self._used == AHEAD:
-            self._uniforms_NB = torch.from_numpy(uniforms(self._seeds, self._next, AHEAD)).to(device)
-            self._next = [start + AHEAD for start in self._next]
-            self._used = 0
-        self._used += 1
-        return self._uniforms_NB[self._used - 1]
-
-
 class StaticSampler:
-    """A sampler whose numbers are in tensors that stay in place, for a captured step. It does not filter.
+    """Draws the next token of each row; all its numbers are in tensors that stay in place, for a captured step.
 
-    `place` counts the steps since `refill`; the step increments it.
+    Rows may differ in every parameter. It does not filter. `place` counts the steps since `refill`; the step increments it.
     """
 
     def __init__(self, kind: Kind, rows: int, device: torch.device, absent_A: Tensor | None = None):
@@ -278,9 +229,47 @@ class StaticSampler:
         self.place_1.zero_()
 
     def __call__(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens (B,) and their log-probs (B,), as `Sampler` does."""
+        """Return tokens (B,) and their log-probs (B,) by the temperature-scaled softmax; NaN logits give NaN."""
         kind = self._kind
         logits_BV, probs_BV = heated(logits_BV, self._heat_B1 if kind.hot else None, self._absent_A)
         uniforms_B1 = self._uniforms_NB.index_select(0, self.place_1).t() if kind.draws else None
-        tokens_B1 = choose(logits_BV, probs_BV, uniforms_B1, self._greedy_B1 if kind.greedy else None)
+        likely_BV = self._likely(probs_BV)
+        tokens_B1 = choose(logits_BV, likely_BV, uniforms_B1, self._greedy_B1 if kind.greedy else None)
         return tokens_B1[:, 0], probs_BV.gather(-1, tokens_B1)[:, 0].log()
+
+    def _likely(self, probs_BV: Tensor) -> Tensor:
+        return probs_BV
+
+
+class Sampler(StaticSampler):
+    """A sampler that also filters, and counts its steps itself. A change of rows needs a new one."""
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        starts: Sequence[int],
+        device: torch.device,
+        absent_A: Tensor | None = None,
+    ):
+        super().__init__(Kind.of(params), len(params), device, absent_A)
+        self.set(params, starts)
+        self._steps = 0
+        rows = [row for row, item in enumerate(params) if item.top_k or item.top_p < 1]
+        self._filtered = torch.tensor(rows, device=device, dtype=torch.long)
+        self._top_k = torch.tensor([params[row].top_k for row in rows], device=device)
+        self._top_p = torch.tensor([params[row].top_p for row in rows], device=device, dtype=torch.float64)
+
+    def __call__(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+        if self._steps == PERIOD:
+            self.refill()
+            self._steps = 0
+        sampled = super().__call__(logits_BV)
+        self._steps += 1
+        self.place_1 += 1
+        return sampled
+
+    def _likely(self, probs_BV: Tensor) -> Tensor:
+        if not self._kind.filters:
+            return probs_BV
+        likely_FV = keep_likely(probs_BV[self._filtered], self._top_k, self._top_p)
+        return probs_BV.index_copy(0, self._filtered, likely_FV)

@@ -24,7 +24,6 @@ class StopTable(NamedTuple):
     offsets_B: Tensor
 
     def __call__(self, tokens_B: Tensor) -> Tensor:
-        """Return the code of each row's token."""
         return self.codes.index_select(0, self.offsets_B + tokens_B)
 
 
