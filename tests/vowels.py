@@ -19,12 +19,19 @@ class Vowels(BaseRewardFunction):
         return sum(letter in "aeiou" for letter in said) / max(len(said), 1)
 
 
+def prompts(count=6):
+    """Return rows that ask to say a number."""
+    return [
+        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
+        for i in range(count)
+    ]
+
+
 def learn_vowels(ranks, model_dir, directory, inference, **options):
     """Train through a server, with four prompts a step for any number of ranks."""
-    rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
     GRPOTrainer(
         str(model_dir),
-        rows,
+        prompts(4),
         [Vowels()],
         output={"dir": str(directory)},
         inference=inference,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ended_runs import TwoTurns
+from vowels import prompts
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.api import PolicyTrainer
@@ -79,14 +80,6 @@ class Recipe:
     learn: Callable[[str, Mapping[str, Any], Path, bool], Curve] | None = None
 
 
-def prompts(count: int = 4) -> list[dict[str, Any]]:
-    """Return rows of the task."""
-    return [
-        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
-        for i in range(count)
-    ]
-
-
 @functools.cache
 def start() -> str:
     """Return the directory of the model that every method starts from."""
@@ -126,7 +119,7 @@ def episodes(
     }
     return kind(
         model or start(),
-        prompts(),
+        prompts(4),
         [Vowels()],
         env=TwoTurns,
         algorithm=made,
@@ -169,7 +162,7 @@ BAD = ("bcdfg", "hgf bcd", "gfh dcb", "Answer: 85")
 def answered(kind: str) -> list[dict[str, Any]]:
     """Return rows with answers: demonstrations, pairs or labels. The good answers are words of vowels."""
     rows, kind = [], "pairs" if kind == "comparisons" else kind
-    for row, good, bad in itertools.product(prompts(), GOOD, BAD):
+    for row, good, bad in itertools.product(prompts(4), GOOD, BAD):
         answer = [*row["messages"], {"role": "assistant", "content": good}]
         rows += {
             "demonstrations": [{"messages": answer}],

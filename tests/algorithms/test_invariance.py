@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from invariance import ARRANGEMENTS, BASE, Arrangement, groups, invariance_error, outcome
-from packed import pack
+from packed import micro_batches
 from recipes import RECIPES, SHARED, TURNS
 from sweeps import sampled
 
@@ -15,7 +15,7 @@ from rl4llm.algorithms.returns import discounted_returns, gae
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.types import Group, TokenSpan
-from rl4llm.data.pack import Batching, totals_of
+from rl4llm.data.pack import Batching
 from rl4llm.trainers.prepare import Preparation
 
 CASES = [
@@ -72,15 +72,7 @@ def test_several_updates_do_not_depend_on_micro_batches(name):
 def one_batch(found):
     members = [one for group in found for one in group.trajectories]
     credits = [list(one.turn_rewards) for one in members]
-    (batch,) = pack(
-        members,
-        credits,
-        max_tokens_per_batch=10**5,
-        layout="packed",
-        aggregation="token",
-        totals=totals_of(members),
-        pad_token_id=0,
-    )
+    (batch,) = micro_batches(members, "packed", 10**5, "token", credits)
     return batch
 
 

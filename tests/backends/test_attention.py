@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from packed import pack
+from packed import micro_batches
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rl4llm.backends import varlen
@@ -11,7 +11,6 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.backends.varlen import plain_varlen
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TokenSpan, Trajectory
-from rl4llm.data.pack import totals_of
 
 
 def trajectory(prompt_id, *spans):
@@ -25,15 +24,7 @@ def trajectory(prompt_id, *spans):
 
 
 def batch_of(trajectories, layout="shared"):
-    (batch,) = pack(
-        trajectories,
-        [1.0] * len(trajectories),
-        max_tokens_per_batch=4096,
-        layout=layout,
-        aggregation="token",
-        totals=totals_of(trajectories),
-        pad_token_id=0,
-    )
+    (batch,) = micro_batches(trajectories, layout, 4096, "token", [1.0] * len(trajectories))
     return batch
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from packed import pack
+from packed import micro_batches
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES
 from transformers.core_model_loading import Chunk, WeightConverter
@@ -16,7 +16,6 @@ from rl4llm.backends.models import empty_model, load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ModelError
 from rl4llm.core.types import TensorSpec
-from rl4llm.data.pack import totals_of
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = {
@@ -207,15 +206,7 @@ def test_ranks_that_share_the_text_publish_the_vision_model(on_ranks, around, tm
 def test_the_text_of_a_vision_model_takes_a_step(around, trajectories):
     _, directory = around("Gemma3")
     backend = TorchBackend(load_model(directory), lr=1e-2)
-    for batch in pack(
-        trajectories,
-        [1.0] * len(trajectories),
-        max_tokens_per_batch=64,
-        layout="shared",
-        aggregation="sequence",
-        totals=totals_of(trajectories),
-        pad_token_id=0,
-    ):
+    for batch in micro_batches(trajectories):
         backend.forward_backward(batch, lambda batch, logp_BT, _: (-logp_BT, {}))
     assert backend.optim_step()["grad_norm"] > 0
     before = stored(directory)

@@ -4,14 +4,13 @@ import importlib.util
 
 import pytest
 import torch
-from packed import pack
+from packed import micro_batches, policy_gradient
 from sweeps import sampled
 
 from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose.models import BACKENDS
-from rl4llm.data.pack import totals_of
 
 without_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
@@ -22,13 +21,6 @@ KINDS = [
     "fsdp2",
     *(pytest.param(f"zero{n}", marks=[pytest.mark.deepspeed, without_deepspeed]) for n in (2, 3)),
 ]
-
-
-def batches_of(trajectories):
-    return pack(
-        trajectories, [1.0] * len(trajectories), max_tokens_per_batch=1000, layout="shared", aggregation="sequence",
-        totals=totals_of(trajectories), pad_token_id=0,
-    )  # fmt: skip
 
 
 def backend_of(ranks, model, kind):
@@ -43,13 +35,9 @@ def backend_of(ranks, model, kind):
     return TorchBackend(model, ranks=ranks, adapter=adapter, lr=1e-2, shard=kind)
 
 
-def policy_gradient(batch, numbers_BT, entropy_BT):
-    return -batch.credits_BT * numbers_BT, {}
-
-
 def learned(ranks, model, trajectories, kind, asks):
     """Return the reference's log-probs before each step and the policy's after them; `asks` says whether it is used."""
-    (batch,) = batches_of(trajectories)
+    (batch,) = micro_batches(trajectories, budget=1000)
     backend = backend_of(ranks, model, kind)
     reference = FrozenModel(backend, backend.adapter)
     said = []
@@ -63,7 +51,7 @@ def learned(ranks, model, trajectories, kind, asks):
 
 @pytest.mark.parametrize("kind", sampled(KINDS, ["fsdp2", KINDS[-1]]))
 def test_the_reference_is_frozen_and_does_not_affect_the_policy(on_ranks, build, trajectories, kind):
-    (batch,) = batches_of(trajectories)
+    (batch,) = micro_batches(trajectories, budget=1000)
     frozen_BT = TorchBackend(load_model(build()), lr=0.0).forward(batch)
     asked = on_ranks(learned, build(), trajectories, kind, True)
     alone = on_ranks(learned, build(), trajectories, kind, False)

@@ -5,7 +5,8 @@ import json
 import peft
 import pytest
 import torch
-from packed import pack
+from packed import micro_batches as batches_of
+from packed import policy_gradient
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,6 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
 from rl4llm.core.types import TensorSpec
-from rl4llm.data.pack import totals_of
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 
@@ -23,16 +23,6 @@ ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 def adapted(model, *, lr=0.02, dtype="float32", rank=4, value_head=None, checkpointing=False, **options):
     model = load_model(model, dtype=dtype, gradient_checkpointing=checkpointing)
     return TorchBackend(model, lr=lr, adapter=add_adapter(model, rank=rank, **options), value_head=value_head)
-
-
-def batches_of(trajectories, layout="shared", budget=64):
-    credits = [1.0 - 0.3 * number for number in range(len(trajectories))]
-    options = {"max_tokens_per_batch": budget, "layout": layout, "aggregation": "sequence"}
-    return pack(trajectories, credits, totals=totals_of(trajectories), pad_token_id=0, **options)
-
-
-def policy_gradient(batch, numbers_BT, entropy_BT):
-    return -batch.credits_BT * numbers_BT, {}
 
 
 def train(backend, batches, steps=2):
@@ -225,13 +215,8 @@ def test_a_value_head_trains_and_is_saved_with_the_adapter(build, trajectories, 
     assert torch.equal(other.value_head.linear.weight, backend.value_head.linear.weight)
 
 
-def test_alpha_is_twice_the_rank_by_default(build, tmp_path):
-    adapted(build()).write_adapter(tmp_path)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (4, 8)
-
-
 def test_only_named_layers_are_adapted_and_listed_in_the_file(build, tmp_path):
+    assert adapted(build()).adapter._options.lora_alpha == 8  # twice the rank
     backend = adapted(build(), targets=["v_proj", "q_proj"], alpha=3)
     backend.write_adapter(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from packed import micro_batches as packed
 from packed import pack
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -26,19 +27,6 @@ def policy_gradient(batch, logprobs_BT, entropy_BT):
     if entropy_BT is not None:
         losses_BT = losses_BT - 0.3 * entropy_BT
     return losses_BT, {"ratio/mean": ratio_BT, "ratio/max": ratio_BT}
-
-
-def packed(trajectories, layout="shared", budget=64, aggregation="sequence"):
-    credits = [1.0 - 0.3 * number for number in range(len(trajectories))]
-    return pack(
-        trajectories,
-        credits,
-        max_tokens_per_batch=budget,
-        layout=layout,
-        aggregation=aggregation,
-        totals=totals_of(trajectories),
-        pad_token_id=0,
-    )
 
 
 def backend_of(model, dtype="float32", **options):

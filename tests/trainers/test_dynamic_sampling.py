@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ended_runs import metrics
-from vowels import Vowels
+from vowels import Vowels, prompts
 
 from rl4llm.api import DAPOTrainer
 from rl4llm.core.base_env import BaseRewardFunction
@@ -32,13 +32,9 @@ class AllEqual(BaseRewardFunction):
 
 
 def made(model_dir, directory, reward, max_steps=1, num_rows=8, **algorithm):
-    rows = [
-        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
-        for i in range(num_rows)
-    ]
     return DAPOTrainer(
         str(model_dir),
-        rows,
+        prompts(num_rows),
         [reward],
         algorithm=algorithm,
         rollout={"prompts": 4, "group_size": 4, "max_tokens": 5},

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from ended_runs import TwoTurns, assert_same_weights, metrics
-from vowels import Vowels
+from vowels import Vowels, prompts
 
 from rl4llm.algorithms import GRPO
 from rl4llm.api import PolicyTrainer
@@ -30,13 +30,6 @@ class Any(PolicyTrainer):
     algorithm = "grpo"
 
 
-def rows(size=4):
-    return [
-        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
-        for i in range(size)
-    ]
-
-
 def trainer(model_dir, directory, algorithm, env=TwoTurns, **overrides):
     options = {
         "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5},
@@ -48,7 +41,13 @@ def trainer(model_dir, directory, algorithm, env=TwoTurns, **overrides):
     }
     output = {"dir": str(directory)}
     return Any(
-        str(model_dir), rows(), [Vowels()], algorithm=algorithm, env=env, output=output, **options | overrides
+        str(model_dir),
+        prompts(4),
+        [Vowels()],
+        algorithm=algorithm,
+        env=env,
+        output=output,
+        **options | overrides,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ended_runs import metrics
+from vowels import prompts
 
 from rl4llm.api import GRPOTrainer
 from rl4llm.cli import main
@@ -46,13 +47,6 @@ class LastLetter(BaseRewardFunction):
         return (ord(messages[-1].content[-1:] or "a") % 32) / 32
 
 
-def rows():
-    return [
-        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""}
-        for i in range(4)
-    ]
-
-
 def run(model_dir, directory, **overrides):
     options = {
         "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 5},
@@ -61,7 +55,7 @@ def run(model_dir, directory, **overrides):
         "max_steps": 5,
     }
     return GRPOTrainer(
-        str(model_dir), rows(), [LastLetter()], output={"dir": str(directory)}, **options | overrides
+        str(model_dir), prompts(4), [LastLetter()], output={"dir": str(directory)}, **options | overrides
     )
 
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from ended_runs import metrics
 from sweeps import sampled
+from vowels import Vowels, prompts
 
 from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
 from rl4llm.config import load_config
-from rl4llm.core.base_env import BaseRewardFunction, SampleState
+from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, DataError, ModelError
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.demonstrations import demonstration
@@ -31,16 +32,6 @@ LETTERS = "aeioubcdfghjklmnpqrstvwxyz ,.?!"
 
 def vowels(text):
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
-
-
-class Vowels(BaseRewardFunction):
-    """The share of vowels in the last message."""
-
-    def __init__(self, name="vowels"):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs):
-        return vowels(messages[-1].content)
 
 
 def text(choose):
@@ -67,12 +58,6 @@ def labels(count, seed):
     rows = zip(pairs(count, seed), sides, strict=True)
     return [
         {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for row, side in rows
-    ]
-
-
-def prompts(count=8):
-    return [
-        {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(count)
     ]
 
 
@@ -293,7 +278,7 @@ def test_kto_tells_good_answers_it_has_not_seen_from_bad_ones(model_dir, tmp_pat
 def test_online_dpo_raises_the_reward_of_an_environment(model_dir, tmp_path):
     rollout = {"prompts": 4, "group_size": 16, "max_tokens": 8}
     options = {"rollout": rollout, "max_steps": 25, "training": {"lr": 5e-3}, "reward_functions": [Vowels()]}
-    make(OnlineDPOTrainer, model_dir, prompts(), tmp_path, **options).train()
+    make(OnlineDPOTrainer, model_dir, prompts(8), tmp_path, **options).train()
     rewards = column(tmp_path, "reward/mean")
     assert sum(rewards[-3:]) / 3 > 0.5 > 0.2 > rewards[0]
 
@@ -309,7 +294,7 @@ def test_a_reward_model_ranks_new_pairs_and_teaches_a_policy(model_dir, tmp_path
     rollout = {"prompts": 4, "group_size": 16, "max_tokens": 8}
     options = {"rollout": rollout, "max_steps": 14, "training": {"lr": 8e-3}}
     options |= {"reward_functions": rewards, "reward_transform_fn": transform}
-    make(GRPOTrainer, model_dir, prompts(), tmp_path / "grpo", **options).train()
+    make(GRPOTrainer, model_dir, prompts(8), tmp_path / "grpo", **options).train()
     learned, seen = (column(tmp_path / "grpo", f"reward/{name}") for name in ("reward_model", "vowels"))
     assert learned[-1] > learned[0] + 1
     assert sum(seen[-3:]) / 3 > 0.4 > 0.2 > seen[0]
@@ -422,8 +407,8 @@ def test_one_method_continues_from_the_model_of_another(model_dir, tmp_path):
     ).train()
     rollout = {"prompts": 4, "group_size": 8, "max_tokens": 8}
     options = {"rollout": rollout, "max_steps": 5, "reward_functions": [Vowels()]}
-    make(GRPOTrainer, tmp_path / "dpo", prompts(), tmp_path / "grpo", **options).train()
-    make(GRPOTrainer, model_dir, prompts(), tmp_path / "fresh", **options).train()
+    make(GRPOTrainer, tmp_path / "dpo", prompts(8), tmp_path / "grpo", **options).train()
+    make(GRPOTrainer, model_dir, prompts(8), tmp_path / "fresh", **options).train()
     assert column(tmp_path / "sft", "nll")[-1] < column(tmp_path / "sft", "nll")[0] - 1
     # its reference is SFT's model
     assert column(tmp_path / "dpo", "loss")[0] == pytest.approx(math.log(2), abs=1e-4)
@@ -480,13 +465,13 @@ def distill(model, teacher, directory, **overrides):
         **overrides,
     }
     options["algorithm"] = {"name": "distill", "teacher_path": str(teacher)}
-    return make(GRPOTrainer, model, prompts(), directory, **options)
+    return make(GRPOTrainer, model, prompts(8), directory, **options)
 
 
 def test_distillation_brings_the_student_closer_to_its_teacher(model_dir, tmp_path):
     """Measured on what the student itself says: the reverse divergence, in nats per token."""
     answers = [
-        {"messages": [*row["messages"], {"role": "assistant", "content": "aeiou"}]} for row in prompts()
+        {"messages": [*row["messages"], {"role": "assistant", "content": "aeiou"}]} for row in prompts(8)
     ]
     options = {"training": {"lr": 5e-3}}
     make(

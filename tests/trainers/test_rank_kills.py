@@ -21,7 +21,7 @@ from ended_runs import assert_same_weights
 from fault_server import FaultServer, serving
 from rank_processes import RankProcesses
 from sweeps import sampled
-from vowels import Vowels
+from vowels import Vowels, prompts
 
 from rl4llm.api import GRPOTrainer
 from rl4llm.backends.models import load_model
@@ -35,15 +35,11 @@ KILLS = int(os.environ.get("RL4LLM_KILLS", "0"))
 DDP, FSDP2 = {"name": "torch", "shard": "ddp"}, {"name": "torch", "shard": "fsdp2"}
 ZERO2, ZERO3 = ({"name": "deepspeed", "zero_stage": stage} for stage in (2, 3))
 STEPS, EVERY = 5, 2  # EVERY: steps from one checkpoint to the next
-ROWS = [
-    {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
-    for i in range(6)
-]
 
 
 def trainer(model_dir, directory, backend, **options):
     return GRPOTrainer(
-        str(model_dir), ROWS, [Vowels()], output={"dir": str(directory)}, backend=backend, deterministic=True,
+        str(model_dir), prompts(), [Vowels()], output={"dir": str(directory)}, backend=backend, deterministic=True,
         tracking={"tensorboard": False},
         **{"rollout.prompts": 2, "rollout.group_size": 4, "rollout.max_tokens": 5, "training.lr": 3e-3, "max_steps": STEPS,
            "checkpoint.every": EVERY, "eval.every": 0, "timeout_s": 60} | options,

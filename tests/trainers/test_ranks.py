@@ -14,6 +14,7 @@ from ended_runs import TwoTurns, metrics
 from fault_server import FaultServer, serving
 from forked_python import python
 from sweeps import sampled
+from vowels import prompts
 
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_model
@@ -49,10 +50,7 @@ class Named(PolicyTrainer):
     algorithm = "grpo"
 
 
-ROWS = [
-    {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
-    for i in range(6)
-]
+ROWS = prompts()
 
 
 def trainer(ranks, model_dir, directory, algorithm, backend, **options):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ended_runs import metrics, weights
 from fault_server import FaultServer, small_model
-from vowels import Vowels
+from vowels import Vowels, prompts
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.api import GRPOTrainer
@@ -178,9 +178,6 @@ def trainer(served, tmp_path):
     url = server.url
 
     def make(name, env=BaseMDPEnv, **options):
-        rows = [
-            {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(6)
-        ]
         keys = {
             "rollout.max_staleness": 1,
             "checkpoint.every": 3,
@@ -195,7 +192,7 @@ def trainer(served, tmp_path):
         }
         keys |= {"rollout.prompts": 2, "rollout.group_size": 4, "rollout.max_tokens": 6}
         rewards = options.pop("rewards", None) or [Vowels()]
-        return GRPOTrainer(str(directory), rows, rewards, env=env, **(keys | options))
+        return GRPOTrainer(str(directory), prompts(), rewards, env=env, **(keys | options))
 
     return make
 

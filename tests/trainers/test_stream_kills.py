@@ -11,19 +11,18 @@ from embedded_server import embedded_server
 from ended_runs import metrics
 from forked_python import started
 from killed_run import die_after
-from vowels import Vowels
+from vowels import Vowels, prompts
 
 from rl4llm.api import GRPOTrainer
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.runs.checkpoint import latest_checkpoint
 
 STEPS, STOPPED = 5, 2
-ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)} for i in range(6)]
 
 
 def trainer(model, url, directory):
     return GRPOTrainer(
-        str(model), ROWS, [Vowels()], env=BaseMDPEnv, deterministic=True, max_steps=STEPS,
+        str(model), prompts(), [Vowels()], env=BaseMDPEnv, deterministic=True, max_steps=STEPS,
         inference={"name": "embedded", "url": url}, output={"dir": str(directory)}, tracking={"tensorboard": False},
         **{"rollout.max_staleness": 2, "rollout.prompts": 2, "rollout.group_size": 4, "rollout.max_tokens": 6,
            "env.max_steps": 1, "training.lr": 3e-3, "model.autocast": "none", "eval.every": 0,

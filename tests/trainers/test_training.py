@@ -13,6 +13,7 @@ from ended_runs import TwoTurns, assert_same_weights, metrics, weights
 from rank_processes import RankProcesses
 from sweeps import sampled
 from vowels import Vowels
+from vowels import prompts as rows
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.api import DAPOTrainer, GRPOTrainer
@@ -37,13 +38,6 @@ SMALL = {
 }
 
 OF_THE_MACHINE = ("time/", "memory/", "resources/", "tokens/s")
-
-
-def rows(size=6):
-    return [
-        {"prompt_id": str(i), "messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": str(i)}
-        for i in range(size)
-    ]
 
 
 def trainer(model_dir, directory, kind=GRPOTrainer, **overrides):
@@ -333,16 +327,6 @@ def test_weights_that_did_not_reach_the_engine_stop_the_run(model_dir, tmp_path)
     loop.close()
 
 
-def test_an_engine_that_reports_another_version_stops_the_run(model_dir, tmp_path):
-    run = trainer(model_dir, tmp_path)
-    loop = run.trainer
-    with pytest.raises(StaleWeightsError):
-        loop.inference.runner.run(
-            loop.inference.canary.verify(loop.backend, loop.inference.client, WeightRef(3))
-        )
-    loop.close()
-
-
 def penalties(loop):
     """Return what the KL penalty takes off each trajectory's reward, and what it should take."""
     loop.publish()
@@ -509,25 +493,6 @@ def test_ctrl_c_finishes_the_step_and_the_same_call_resumes(model_dir, tmp_path)
     resumed = trainer(model_dir, tmp_path / "run", max_steps=4, reward_functions=[reward]).train()
     whole = trainer(model_dir, tmp_path / "whole", max_steps=4).train()
     assert_same_weights(weights(resumed), weights(whole))
-
-
-@pytest.mark.parametrize(
-    ("phase", "at", "stops"), [("evaluate", 1, True), ("save", 1, True), ("save", 2, False)]
-)
-def test_ctrl_c_names_the_step_that_it_finishes(phase, at, stops, model_dir, tmp_path, capsys):
-    keys = {"max_steps": 3 if stops else 2, "eval.every": 1, "checkpoint.every": 1}
-    run = trainer(model_dir, tmp_path / "run", **keys)
-    work = getattr(run.trainer, phase)
-
-    def interrupted():
-        if run.trainer.step == at:
-            os.kill(os.getpid(), signal.SIGINT)
-        work()
-
-    setattr(run.trainer, phase, interrupted)
-    run.train()
-    assert run.trainer.stopped == stops
-    assert f"SIGINT: finishing step {run.trainer.step}, then" in capsys.readouterr().out
 
 
 def test_a_run_stopped_by_failures_names_classes_and_keeps_rows(model_dir, tmp_path):
