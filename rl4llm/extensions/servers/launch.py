@@ -13,59 +13,41 @@ import argparse
 import contextlib
 import http.client
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 
 from rl4llm.commands.output import say
 from rl4llm.core.errors import EngineError
-from rl4llm.extensions.servers.server_command import SERVER_KINDS, boot_advice, server_command
+from rl4llm.extensions.servers.server_command import SERVER_KINDS, server_command
 from rl4llm.runs.run_dir import PRIVATE
 from rl4llm.runtime.ports import check_free, describe, holder, url_of
 from rl4llm.runtime.supervise import last_lines, last_words, start
-from rl4llm.runtime.terminal import visible
 
-LOOK_S = 0.5
+LOOK_S, REPORT_S = 0.5, 10.0  # between looks at a server that starts, and between lines about it
 HEALTH_DEADLINE_S = 4.0
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0  # before a restart; doubled after each failure in a row
 WELL_S = 600.0  # a server that ran this long resets the count of failures in a row
 
-Report = Callable[[float, str], None]
-"""Receives the seconds since the start and the last line of the log while a server starts."""
-
 
 def launch(
-    engine: str,
-    flags: Sequence[str] = (),
-    *,
-    python: str | None = None,
-    cpu: bool = False,
-    log: Path | str | None = None,
-    ready_within_s: float = 1800.0,
-    report: Report | None = None,
+    engine: str, flags: Sequence[str] = (), *, python: str | None = None, cpu: bool = False, **options: Any
 ) -> ServerProcess:
-    """Return a server of a known kind, not started yet; see `server_command` and `ServerProcess`."""
+    """Return a server of a known kind, not started yet; see `server_command`, and `ServerProcess` for the options."""
     command = server_command(engine, flags, python=python, cpu=cpu)
+    words, environment = command.words, command.environment
     return ServerProcess(
-        command.words,
-        host=command.host,
-        port=command.port,
-        log=log,
-        environment=command.environment,
-        name=engine,
-        ready_within_s=ready_within_s,
-        report=report,
-        advise=partial(boot_advice, engine, cpu),
+        words, host=command.host, port=command.port, environment=environment, name=engine, **options
     )
 
 
@@ -81,8 +63,6 @@ class ServerProcess:
         environment: variables in addition to this process's.
         ready_within_s: seconds until ``GET /health`` must return 200.
         grace_s: seconds that it may take to end before it is killed.
-        report: called about twice a second during the start.
-        advise: returns what to do about a server that died during its start, given the end of its log.
     """
 
     def __init__(
@@ -96,19 +76,15 @@ class ServerProcess:
         name: str = "server",
         ready_within_s: float = 1800.0,
         grace_s: float = 10.0,
-        report: Report | None = None,
-        advise: Callable[[str], str] = lambda log: "",
     ):
         self.url = url_of(host, port)
         self.name = name
-        self.log = Path(log) if log is not None else _temporary_log(name, port)
+        self.log = Path(log or Path(tempfile.mkdtemp(prefix=f"rl4llm-{name}-{port}-"), "log"))
         self.exit_code: int | None = None
         self._command = list(command)
         self._host, self._port = host, port
         self._environment = environment or {}
         self._ready_within_s, self._grace_s = ready_within_s, grace_s
-        self._advise = advise
-        self._report = report or (lambda seconds, line: None)
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._family: set[psutil.Process] = set()
         self._log_start = 0
@@ -168,22 +144,18 @@ class ServerProcess:
             self._supervisor = start(self._command, self._environment, self._grace_s, log=log)
 
     def _wait_until_healthy(self) -> None:
-        started = time.monotonic()
+        started, report_s = time.monotonic(), REPORT_S
         while not self._healthy():
             seconds = time.monotonic() - started
-            if self.wait(LOOK_S) is not None:
-                log = self.last_words()
+            if self.wait(LOOK_S) is not None or seconds > self._ready_within_s:
+                state = f"exit code {self.exit_code}" if self.exit_code is not None else "see --ready-within"
                 raise EngineError(
-                    f"{self.name} died after {seconds:.0f} s, before it was ready, with exit code {self.exit_code}."
-                    f"{self._advise(log)}\n{log}"
-                )
-            if seconds > self._ready_within_s:
-                raise EngineError(
-                    f"{self.name} was not ready within {self._ready_within_s:g} s: {self.url}/health did not return 200. "
-                    f"Next: find the reason in its log, or increase --ready-within.\n{self.last_words()}"
+                    f"{self.name} was not ready after {seconds:.0f} s ({state}).\n{self.last_words()}"
                 )
             self._take_note()
-            self._report(seconds, self._last_line())
+            if seconds >= report_s:
+                report_s += REPORT_S
+                say(f"Starting {self.name}: {seconds:.0f} s  {self._last_line()}")
         self._take_note()
         self._check_that_it_is_ours()
 
@@ -200,9 +172,7 @@ class ServerProcess:
         """Check the port: while a server starts, another may take its port and respond in its place."""
         pid = holder(self._port)
         if pid is not None and pid not in {process.pid for process in self._family}:
-            raise EngineError(
-                f"{describe(pid)} took port {self._port} while {self.name} was starting. Next: use another --port."
-            )
+            raise EngineError(f"{describe(pid)} took port {self._port} of {self.name}. Use another --port.")
 
     def _take_note(self) -> None:
         if self._supervisor is None:
@@ -213,13 +183,6 @@ class ServerProcess:
     def _last_line(self) -> str:
         lines = last_lines(self.log, self._log_start)
         return next((line for line in reversed(lines) if "/health" not in line), "")  # requests of `_healthy`
-
-
-def _temporary_log(name: str, port: int) -> Path:
-    """Make the log of a server for which the caller named no file."""
-    handle, path = tempfile.mkstemp(prefix=f"rl4llm-{name}-{port}-", suffix=".log")
-    os.close(handle)
-    return Path(path)
 
 
 def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
@@ -234,84 +197,43 @@ def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
         say("Running on a CPU, for tests and small models only.")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
-    progress = BootProgress(own.engine)
     server = launch(
-        own.engine,
-        flags,
-        python=own.python,
-        cpu=own.cpu,
-        log=own.log,
-        ready_within_s=own.ready_within,
-        report=progress,
+        own.engine, flags, python=own.python, cpu=own.cpu, log=own.log, ready_within_s=own.ready_within
     )
     say(f"Starting {server.name}; its log is {server.log}")
     try:
-        _keep(server, progress, own.restarts)
+        _keep(server, own.restarts)
     except KeyboardInterrupt:
         say(f"{server.name} has stopped.")
         return 128 + signal.SIGINT
     return 0
 
 
-def _keep(server: ServerProcess, progress: BootProgress, restarts: int) -> None:
+def _keep(server: ServerProcess, restarts: int) -> None:
     """Serve until asked to end; restart a server that dies at the same address, up to `restarts` times in a row.
 
     A failure of the first start is not retried: its cause is the command line or the port.
     """
-    in_a_row, served = 0, False
+    failures, served = 0, False
     while True:
-        served_s, death = _life(server, progress)
-        if served_s >= WELL_S:
-            in_a_row = 0
-        served = served or served_s > 0
-        if in_a_row >= restarts or not served:
-            raise death
-        wait_s = min(FIRST_REST_S * 2**in_a_row, LONGEST_REST_S)
-        in_a_row += 1
-        say(f"{death}\nRestarting {server.name} in {wait_s:g} s: restart {in_a_row} of {restarts} in a row.")
-        time.sleep(wait_s)
-
-
-def _life(server: ServerProcess, progress: BootProgress) -> tuple[float, EngineError]:
-    """Return how many seconds a server served, and the error with which it ended."""
-    ready_at = None
-    try:
-        with contextlib.closing(progress), server:
-            ready_at = time.monotonic()
-            progress.close()
-            say(f"{server.name} is ready at {server.url}. Ctrl-C stops it.")
-            server.wait()
-            server.check()
-    except EngineError as error:
-        death = error
-    return time.monotonic() - ready_at if ready_at else 0.0, death
-
-
-class BootProgress:
-    """Shows the progress of a start on one line of a terminal, or as a line every `every_s` seconds elsewhere."""
-
-    def __init__(self, name: str, every_s: float = 10.0):
-        self._name = name
-        self._every_s = every_s
-        self._next_s = every_s
-        self._terminal = sys.stderr.isatty()
-
-    def __call__(self, seconds: float, line: str) -> None:
-        text = visible(f"Starting {self._name}: {seconds:.0f} s  {line}")[
-            : shutil.get_terminal_size((160, 24)).columns - 1
-        ]
-        if self._terminal:
-            sys.stderr.write(f"\r\033[K{text}")
-            sys.stderr.flush()
-        elif seconds >= self._next_s:
-            self._next_s += self._every_s
-            say(text)
-
-    def close(self) -> None:
-        """Clear the line for the next output, perhaps of another start."""
-        self._next_s = self._every_s
-        if self._terminal:
-            sys.stderr.write("\r\033[K")
+        began = time.monotonic()
+        try:
+            with server:
+                served, began = True, time.monotonic()
+                say(f"{server.name} is ready at {server.url}. Ctrl-C stops it.")
+                server.wait()
+                server.check()
+        except EngineError as error:
+            if time.monotonic() - began >= WELL_S:
+                failures = 0
+            if failures >= restarts or not served:
+                raise
+            wait_s = min(FIRST_REST_S * 2**failures, LONGEST_REST_S)
+            failures += 1
+            say(
+                f"{error}\nRestarting {server.name} in {wait_s:g} s: restart {failures} of {restarts} in a row."
+            )
+            time.sleep(wait_s)
 
 
 def _parser(engine: str | None) -> argparse.ArgumentParser:
@@ -320,33 +242,20 @@ def _parser(engine: str | None) -> argparse.ArgumentParser:
         description="Start an inference server, wait until it is healthy, and clean up all its processes on exit.",
         epilog="All other flags are passed to the server, for example --model-path M --port 30000 for SGLang. For vLLM and "
         "the embedded engine, the model's path comes first. --port 0 selects a free port.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,  # --py might be a flag of the server
     )
-    parser.add_argument(
-        "--engine",
-        choices=sorted(SERVER_KINDS),
-        default=engine or "sglang",
-        help="kind of server (default: %(default)s)",
-    )
+    kinds = sorted(SERVER_KINDS)
+    parser.add_argument("--engine", choices=kinds, default=engine or "sglang", help="kind of server")
     parser.add_argument("--python", metavar="PATH", help="Python of the server's environment")
     parser.add_argument("--cpu", action="store_true", help="run without a GPU, for tests and small models")
     parser.add_argument(
-        "--log", metavar="PATH", help="file for the server's output (default: a temporary file)"
+        "--log", metavar="PATH", help="file for the server's output; otherwise a temporary one"
     )
     parser.add_argument(
-        "--restarts",
-        metavar="N",
-        type=int,
-        default=0,
-        help="restart it up to N times in a row when it dies (default: %(default)s)",
+        "--restarts", type=int, default=0, help="how often in a row to restart it when it dies"
     )
-    parser.add_argument(
-        "--ready-within",
-        metavar="S",
-        type=float,
-        default=1800.0,
-        help="seconds until it must be healthy (default: %(default)g)",
-    )
+    parser.add_argument("--ready-within", type=float, default=1800.0, help="seconds until it must be healthy")
     return parser
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import is_secret_name
 from rl4llm.runtime.ports import KEY_VARIABLE, free_port, is_loopback
 
@@ -112,7 +112,6 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
 class ServerCommand:
     """How a server is started: its command line, its additional environment, and its address."""
 
-    engine: str
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)  # values may contain keys
     host: str
@@ -132,21 +131,29 @@ def server_command(
         python: the interpreter of the server's environment; by default RL4LLM_SGLANG_PYTHON or RL4LLM_VLLM_PYTHON, or
             else this process's interpreter.
     """
-    if engine not in SERVER_KINDS:
-        raise ConfigError(unknown("engine", engine, SERVER_KINDS))
     kind = SERVER_KINDS[engine]
-    program = _program(kind.environment_of or engine, python)
-    host, port, flags = _address(kind, list(flags))
-    flags += _key(kind, host, flags)
-    _refuse_open_door(engine, kind, host, flags)
+    python = (
+        python or os.environ.get(f"RL4LLM_{(kind.environment_of or engine).upper()}_PYTHON") or sys.executable
+    )
+    # not resolved: the target of a symbolic link would belong to another environment
+    program = os.path.abspath(shutil.which(python) or python)
+    where, flags = _taken_out(flags, "--host", "--port")
+    host = where["--host"] or "127.0.0.1"
+    port = int(where["--port"] or kind.usual_port) or free_port(host)
+    flags += _key(engine, host, flags)
     if kind.second_port and not _given(kind.second_port, flags):
         flags += [kind.second_port, str(free_port("127.0.0.1", but=port))]
-    flags += _missing({**kind.flags, **(_cpu_flags(kind, flags) if cpu else {})}, flags)
+    added = {**kind.flags, **(kind.cpu_flags if cpu else {})}
+    if cpu and kind.cpu_module and (_given("--enable-lora", flags) or _given("--lora-paths", flags)):
+        added["--lora-backend"] = "torch_native"
+    for name, value in added.items():
+        if not _given(name, flags):
+            flags += [name] if value is None else [name, value]
     flags, keys = _apart(flags)
     module = (cpu and kind.cpu_module) or kind.module
     start = [str(SERVERS / "with_flags.py") if keys else "-m", *module]
-    added = {**kind.environment, **(kind.cpu_environment if cpu else {})}
-    environment = {name: value for name, value in added.items() if name not in os.environ}
+    variables = {**kind.environment, **(kind.cpu_environment if cpu else {})}
+    environment = {name: value for name, value in variables.items() if name not in os.environ}
     environment["PATH"] = os.pathsep.join([str(Path(program).parent), os.environ.get("PATH", os.defpath)])
     if keys:
         environment[FLAGS_VARIABLE] = json.dumps(keys)
@@ -154,71 +161,23 @@ def server_command(
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(SERVERS), os.environ.get("PYTHONPATH")])
         )
-    if any(_given(name, flags) for name in SLEEPS):
-        environment |= _without_segments(os.environ)
-    where = ["--host", host, "--port", str(port)]  # last, so that they override earlier flags
-    return ServerCommand(engine, (program, *start, *flags, *where), environment, host, port)
+    if any(_given(name, flags) for name in SLEEPS):  # memory in expandable segments cannot be freed
+        environment |= {
+            name: os.environ[name].replace("expandable_segments:True", "expandable_segments:False")
+            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+            if name in os.environ
+        }
+    words = (program, *start, *flags, "--host", host, "--port", str(port))
+    return ServerCommand(words, environment, host, port)
 
 
-def boot_advice(engine: str, cpu: bool, log: str) -> str:
-    """Return what to do about a server that died during its start, if its log shows the reason; else ""."""
-    environment = SERVER_KINDS[engine].environment_of or engine
-    module = SERVER_KINDS[engine].module[0].partition(".")[0]
-    if re.search(rf"No module named '?{module}", log):
-        return (
-            f" Next: pass the Python of {environment}'s environment with --python or RL4LLM_{environment.upper()}_PYTHON; "
-            f"for machines without a GPU, scripts/install_{environment}_cpu.sh VENV creates one."
-        )
-    if SERVER_KINDS[engine].cpu_flags and not cpu and shutil.which("nvidia-smi") is None:
-        return " No GPU was found (nvidia-smi is not installed). Next: add --cpu, for tests and small models."
-    return ""
-
-
-def _without_segments(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of torch's allocator without expandable segments, whose memory a server could not free."""
-    found = {
-        name: environ[name] for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in environ
-    }
-    return {
-        name: value.replace("expandable_segments:True", "expandable_segments:False")
-        for name, value in found.items()
-    }
-
-
-def _program(engine: str, python: str | None) -> str:
-    variable = f"RL4LLM_{engine.upper()}_PYTHON"
-    given = python or os.environ.get(variable) or sys.executable
-    program = shutil.which(given)
-    if program is None:
-        raise ConfigError(
-            f"{given!r} is not an executable; it should be the Python of {engine}'s environment, such as VENV/bin/python. "
-            f"Next: install {engine} (without a GPU: scripts/install_{engine}_cpu.sh VENV), and pass its Python with "
-            f"--python or {variable}."
-        )
-    # not resolved: the target of a symbolic link would belong to another environment
-    return os.path.abspath(program)
-
-
-def _address(kind: ServerKind, flags: list[str]) -> tuple[str, int, list[str]]:
-    """Return host, port, and the flags without them."""
-    host, flags = _taken_out("--host", flags)
-    port, flags = _taken_out("--port", flags)
-    host = host or "127.0.0.1"
-    number = kind.usual_port if port is None else int(port)
-    return host, number or free_port(host), flags
-
-
-def _taken_out(name: str, flags: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the last value of a flag, and the other flags."""
-    value, others, words = None, [], iter(flags)
-    for word in words:
-        if word == name:
-            value = next(words, "")
-        elif word.startswith(f"{name}="):
-            value = word.removeprefix(f"{name}=")
-        else:
-            others.append(word)
-    return value, others
+def _taken_out(flags: Sequence[str], *names: str) -> tuple[dict[str, str | None], list[str]]:
+    """Return the last value of each of these flags, and the other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name, dest=name, nargs="?")
+    values, others = parser.parse_known_args(flags)
+    return vars(values), others
 
 
 def _given(name: str, flags: Sequence[str]) -> bool:
@@ -244,48 +203,24 @@ def _apart(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     return shown, secret
 
 
-def _missing(wanted: Mapping[str, str | None], flags: Sequence[str]) -> list[str]:
-    """Return words for the wanted flags that are not given."""
-    return [
-        word
-        for name, value in wanted.items()
-        if not _given(name, flags)
-        for word in ((name,) if value is None else (name, value))
-    ]
+def _key(engine: str, host: str, flags: Sequence[str]) -> list[str]:
+    """Return the flags for the key in the environment, if others can reach the port and no key is given.
 
-
-def _cpu_flags(kind: ServerKind, flags: Sequence[str]) -> Mapping[str, str | None]:
-    """Return the flags of a server without a GPU; adapters need another backend there."""
-    adapters = kind.cpu_module and (_given("--enable-lora", flags) or _given("--lora-paths", flags))
-    return {**kind.cpu_flags, "--lora-backend": "torch_native"} if adapters else kind.cpu_flags
-
-
-def _key(kind: ServerKind, host: str, flags: Sequence[str]) -> list[str]:
-    """Return the flags for the key in the environment, if one is needed and none is given."""
-    key = os.environ.get(KEY_VARIABLE, "")
-    if is_loopback(host) or not kind.keys or not key or any(_given(name, flags) for name in kind.keys):
-        return []
-    return [kind.keys[0], key]
-
-
-def _refuse_open_door(engine: str, kind: ServerKind, host: str, flags: Sequence[str]) -> None:
-    """Require a key for a port that others can reach, since they could replace the server's weights."""
+    Without a key they could replace the server's weights. Raises ConfigError.
+    """
     if is_loopback(host):
-        return
-    if not kind.keys:
+        return []
+    names = SERVER_KINDS[engine].keys
+    values, _ = _taken_out(flags, "--tokenizer-worker-num", *names)
+    if not names or values.pop("--tokenizer-worker-num") not in (None, "1"):
         raise ConfigError(
-            f"--host {host} is not accepted for {engine}: anyone who reaches the port could replace the weights, since "
-            f"{engine} checks its key only on /v1. "
-            "Next: use 127.0.0.1, and connect through `ssh -L` or a proxy that checks a key."
+            f"--host {host} is not accepted: {engine} would let anyone who reaches the port replace the weights. Next: use "
+            "127.0.0.1 and `ssh -L`, or for SGLang --tokenizer-worker-num 1."
         )
-    if not any(_taken_out(name, flags)[0] for name in kind.keys):
-        raise ConfigError(
-            f"--host {host} without a key is not accepted: anyone who reaches the port could replace the weights. Next: set "
-            f"{KEY_VARIABLE} here and for the trainer, or add {kind.keys[0]} KEY, or use 127.0.0.1."
-        )
-    workers, _ = _taken_out("--tokenizer-worker-num", flags)
-    if workers not in (None, "1"):
-        raise ConfigError(
-            f"--host {host} with --tokenizer-worker-num {workers} is not accepted: {engine} then checks no key. Next: set "
-            "it to 1, or use 127.0.0.1."
-        )
+    if any(values.values()):
+        return []
+    if key := os.environ.get(KEY_VARIABLE):
+        return [names[0], key]
+    raise ConfigError(
+        f"--host {host} needs a key. Set {KEY_VARIABLE} here and for the trainer, or use 127.0.0.1."
+    )

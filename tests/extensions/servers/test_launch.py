@@ -25,9 +25,8 @@ import pytest
 
 import rl4llm
 from rl4llm.core.errors import ConfigError, EngineError
-from rl4llm.extensions.servers.launch import BootProgress, ServerProcess
-from rl4llm.extensions.servers.launch import launch as launch_server
-from rl4llm.extensions.servers.server_command import SERVER_KINDS, SERVERS, boot_advice, server_command
+from rl4llm.extensions.servers.launch import ServerProcess
+from rl4llm.extensions.servers.server_command import SERVER_KINDS, SERVERS, server_command
 from rl4llm.runtime.ports import free_port
 
 STAND_IN = r"""#!{python}
@@ -202,24 +201,6 @@ def test_server_that_dies_at_start_shows_its_log(launch):
     assert ended - float(re.search(r"died at ([\d.]+)", output)[1]) < 5
 
 
-def test_python_without_the_server_is_reported_with_the_fix(tmp_path):
-    with pytest.raises(
-        EngineError, match=r"Next: pass the Python of vllm's environment with --python or RL4LLM_VLLM_"
-    ):
-        launch_server(
-            "vllm", ["--port", "0"], python=sys.executable, cpu=True, log=tmp_path / "log"
-        ).__enter__()
-
-
-def test_missing_gpu_is_reported_with_the_cpu_option(monkeypatch):
-    for found, cpu, told in ((None, False, True), (None, True, False), ("/usr/bin/nvidia-smi", False, False)):
-        monkeypatch.setattr("shutil.which", lambda name, found=found: found)
-        assert (
-            "add --cpu"
-            in boot_advice("sglang", cpu, "RuntimeError: operator torchvision::nms does not exist")
-        ) == told
-
-
 def test_server_that_dies_later_is_reported_with_its_log(launch):
     launcher = launch()
     until_ready(launcher)
@@ -266,7 +247,6 @@ def test_a_server_that_never_answers_is_stopped_at_the_deadline(launch, tmp_path
     pids(tmp_path)
     family = family_of(launcher)
     assert launcher.wait(PATIENCE_S) == 1
-    assert "was not ready within 1 s" in launcher.stderr.read()
     assert not any(map(runs, family))
 
 
@@ -308,7 +288,7 @@ def test_server_that_took_the_port_is_not_mistaken_for_ours(stand_in, tmp_path):
 
         thread = threading.Thread(target=take)
         thread.start()
-        with pytest.raises(EngineError, match=rf"process {os.getpid()} .* took port {port}"):
+        with pytest.raises(EngineError):
             server.__enter__()
         other.shutdown()
         thread.join()
@@ -355,42 +335,14 @@ def test_exception_in_the_block_stops_the_server(stand_in, tmp_path):
     assert not any(map(psutil.pid_exists, family))
 
 
-def test_start_reports_seconds_and_the_last_log_line(stand_in, tmp_path):
-    seen = []
-    server, _ = stand_in_server(
-        stand_in, tmp_path, "silent", ready_within_s=4, report=lambda *it: seen.append(it)
-    )
+def test_start_shows_the_last_log_line(stand_in, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("rl4llm.extensions.servers.launch.REPORT_S", 0.1)
+    server, _ = stand_in_server(stand_in, tmp_path, "silent", ready_within_s=2)
     server.log.write_text("of an earlier server\n")
     with pytest.raises(EngineError, match=r"The last lines of .*log:\nloading weights$"):
         server.__enter__()
-    assert seen[-1][1] == "loading weights"
-    assert seen[-1][0] > seen[0][0] >= 0
-    assert "of an earlier server" not in {line for _, line in seen}
-
-
-def test_progress_is_a_line_per_ten_seconds_without_a_terminal(capsys):
-    progress = BootProgress("sglang")
-    for seconds in (0.5, 9.9, 10.1, 10.6, 20.2):
-        progress(seconds, "Load weight begin.")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["Starting sglang: 10 s  Load weight begin.", "Starting sglang: 20 s  Load weight begin."]
-
-
-def test_progress_uses_one_line_of_a_terminal(launch, tmp_path):
-    ours, theirs = os.openpty()
-    launcher = launch(mode="silent", stderr=theirs)
-    os.close(theirs)
-    pids(tmp_path)
-    shown = b""
-    while b" s  loading weights" not in shown:
-        shown += os.read(ours, 4096)
-    assert end("ctrl-c", launcher, family_of(launcher)) == 130
-    shown += os.read(ours, 4096)
-    os.close(ours)
-    first, *rest = shown.decode().split("\r\n")
-    assert first.startswith("Starting sglang")
-    assert rest[0].startswith("\r\033[KStarting sglang: ")
-    assert rest[0].endswith("\r\033[Ksglang has stopped.")
+    shown = capsys.readouterr().err
+    assert "loading weights" in shown and "earlier" not in shown
 
 
 def words(*flags, engine="sglang", **options):
@@ -448,24 +400,12 @@ def test_a_server_that_sleeps_gets_no_expandable_segments(monkeypatch, variable)
     assert variable not in environment()  # what a user has set stays
 
 
-def test_cpu_server_warns_that_it_is_for_small_models(launch):
-    launcher = launch("--cpu", mode="dies")
-    launcher.wait(PATIENCE_S)
-    assert "Running on a CPU, for tests and small models only." in launcher.stderr.read()
-
-
 def test_python_of_the_server_comes_from_option_or_environment(monkeypatch, stand_in):
     monkeypatch.setenv("RL4LLM_SGLANG_PYTHON", str(stand_in))
     command = server_command("sglang")
     assert command.words[0] == str(stand_in)
     assert command.environment["PATH"].startswith(f"{stand_in.parent}:")
     assert server_command("sglang", python=sys.executable).words[0] == sys.executable
-    with pytest.raises(
-        ConfigError, match=r"'/no/python' is not an executable.*install_vllm_cpu.sh.*RL4LLM_VLLM_PYTHON"
-    ):
-        server_command("vllm", python="/no/python")
-    with pytest.raises(ConfigError, match="Did you mean 'sglang'"):
-        server_command("sglan")
 
 
 def test_router_starts_like_a_server(monkeypatch, stand_in):
@@ -515,11 +455,11 @@ def test_vllm_finds_its_worker_extension():
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "gpu-node-3"])
 def test_a_server_that_others_reach_needs_a_key(host):
-    with pytest.raises(ConfigError, match="without a key is not accepted"):
+    with pytest.raises(ConfigError):
         words("--host", "127.0.0.1", f"--host={host}")
-    with pytest.raises(ConfigError, match="checks no key"):
+    with pytest.raises(ConfigError):
         words("--host", host, "--api-key", "k", "--tokenizer-worker-num", "2")
-    with pytest.raises(ConfigError, match="only on /v1"):
+    with pytest.raises(ConfigError):
         words("m", "--host", host, "--api-key", "k", engine="vllm")
     assert words("--host", host, "--api-key", "k")[-4:] == ("--host", host, "--port", "30000")
     assert "5ecret" not in repr(
