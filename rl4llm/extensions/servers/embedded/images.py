@@ -23,10 +23,6 @@ from rl4llm.data.vision import Vision
 from rl4llm.envs.wire import RequestError
 
 FIELDS = {"digest": str, "offset": int, "length": int, "image": str}
-MISFIT = (
-    "Images are in order, do not overlap, and text follows the last one. Both sides need the same files of the image "
-    "processor (preprocessor_config.json)."
-)
 
 
 def add_images(model: PreTrainedModel, path: str, kept: Path) -> None:
@@ -44,11 +40,9 @@ def read_images(vision: Vision, given: Any, tokens: int) -> tuple[ImagePlace, ..
     An image is decoded when its header and its place are known to fit, so that all pixels together are bounded by the
     request's tokens. Raises RequestError.
     """
-    if not isinstance(given, list):
-        raise RequestError(f"images must be a list: {given!r:.100}.", param="images")
     places: list[ImagePlace] = []
     try:
-        for number, item in enumerate(given):
+        for number, item in enumerate(given if isinstance(given, list) else [None]):
             places.append(_place(vision, item, places[-1].end if places else 0, tokens, f"images[{number}]"))
     except DataError as error:
         raise RequestError(f"images[{len(places)}]: {error}", param="images") from error
@@ -57,8 +51,7 @@ def read_images(vision: Vision, given: Any, tokens: int) -> tuple[ImagePlace, ..
 
 def _place(vision: Vision, item: Any, start: int, tokens: int, where: str) -> ImagePlace:
     if not isinstance(item, Mapping) or {name: type(value) for name, value in item.items()} != FIELDS:
-        wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in FIELDS.items())
-        raise RequestError(f"{where} must have {wanted}: {item!r:.100}.", param="images")
+        raise RequestError(f"{where} must have {', '.join(FIELDS)}: {item!r:.100}.", param="images")
     picture = read_picture(item["image"])
     height, width = size_of(picture)
     image = Image(item["digest"], height, width)
@@ -66,15 +59,12 @@ def _place(vision: Vision, item: Any, start: int, tokens: int, where: str) -> Im
     fits = (height % vision.side, width % vision.side, place.length) == (0, 0, vision.tokens(image))
     if not fits or not start <= place.offset < place.end < tokens:
         raise RequestError(
-            f"{where}: an image of {height} x {width} pixels cannot be at {place.offset} to {place.end} of {tokens} tokens. "
-            f"{MISFIT}",
+            f"{where}: an image of {height} x {width} pixels cannot be at {place.offset} to {place.end} of {tokens}.",
             param="images",
         )
-    if image not in vision.store and vision.store.add(canonical(picture, _as_it_is, 0)) != image:
+    if (
+        image not in vision.store
+        and vision.store.add(canonical(picture, lambda height, width: (height, width), 0)) != image
+    ):
         raise RequestError(f"{where}: its pixels are not those of its digest.", param="images")
     return place
-
-
-def _as_it_is(height: int, width: int) -> tuple[int, int]:
-    """Return the size of an image that is not resized."""
-    return height, width

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl4llm.core.errors import EngineError, unknown
+from rl4llm.core.errors import ConfigError, EngineError, unknown
+from rl4llm.core.schema import with_options
 from rl4llm.core.types import Completion, SamplingParams
 from rl4llm.envs.wire import RequestError, stops_of
 
@@ -25,10 +26,6 @@ SAMPLED = {
     "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "sampling_seed": "seed",
 }  # fmt: skip
 """Sampling parameters by their name in requests."""
-TYPES: Mapping[str, tuple[type, ...]] = {
-    "max_tokens": (int,), "temperature": (int, float), "top_p": (int, float), "top_k": (int,), "seed": (int,),
-    "ignore_eos": (bool,), "stop": (str, list), "stop_token_ids": (list,),
-}  # fmt: skip
 NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 """What the engine does not have; requests may send only these values."""
 
@@ -49,21 +46,12 @@ class NativeRequest:
 
 def read_native(body: Any) -> NativeRequest:
     """Check a request's JSON. Raises RequestError."""
-    for name, value in object_of(body).items():
-        if name not in FIELDS and (name not in ADDED or value is not ADDED[name]):
-            raise RequestError(unknown("/generate: the field", name, FIELDS), param=name)
-    given = body.get("sampling_params", {})
-    if not isinstance(given, dict):
-        raise RequestError(f"sampling_params={given!r:.100} is not an object.", param="sampling_params")
-    for name, value in given.items():
-        if name not in SAMPLED and (name not in NEUTRAL or value != NEUTRAL[name]):
-            if name not in NEUTRAL:
-                raise RequestError(
-                    unknown("sampling_params: the field", name, (*SAMPLED, *NEUTRAL)), param=name
-                )
-            accepted = f"{name}={value!r:.100} is not accepted. Accepted: {NEUTRAL[name]}."
-            raise RequestError(f"sampling_params.{accepted}", param=name)
-    params = sampling_params({own: given[name] for name, own in SAMPLED.items() if name in given})
+    options = object_of(object_of(body).get("sampling_params", {}))
+    for fields, known, neutral in ((body, FIELDS, ADDED), (options, SAMPLED, NEUTRAL)):
+        for name, value in fields.items():
+            if name not in known and (name not in neutral or value != neutral[name]):
+                raise RequestError(unknown(f"the field with {value!r:.100}", name, known), param=name)
+    params = sampling_params({own: options[name] for name, own in SAMPLED.items() if name in options})
     rid = body.get("rid")
     return NativeRequest(
         rid if isinstance(rid, str) and rid else secrets.token_hex(8),
@@ -75,26 +63,25 @@ def read_native(body: Any) -> NativeRequest:
 
 
 def object_of(body: Any) -> Mapping[str, Any]:
-    """Return a request's JSON if it is an object; raise RequestError if it is not."""
+    """Return JSON that is an object; raise RequestError if it is not."""
     if not isinstance(body, dict):
-        raise RequestError("The body must be a JSON object.")
+        raise RequestError(f"{body!r:.100} must be a JSON object.")
     return body
 
 
-def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     """Check values and make sampling parameters of them, by default with a random seed. Raises RequestError."""
-    for name, value in given.items():
-        if not isinstance(value, TYPES[name]) or (isinstance(value, bool) and bool not in TYPES[name]):
-            kind = " or ".join(item.__name__ for item in TYPES[name])
-            raise RequestError(f"{name}={value!r:.100} is not accepted. Accepted: {kind}.", param=name)
-    stops = {
-        "stop": stops_of(given, "stop"),
-        "stop_token_ids": tuple(tokens_of(given.get("stop_token_ids", []), "stop_token_ids")),
+    values = {
+        "seed": secrets.randbits(63),
+        **options,
+        "stop": stops_of(options, "stop"),
+        "stop_token_ids": tuple(tokens_of(options.get("stop_token_ids", []), "stop_token_ids")),
     }
-    top_k = {"top_k": max(0, given["top_k"])} if "top_k" in given else {}  # -1 is off, too
+    if values.get("top_k") == -1:  # off, too
+        values["top_k"] = 0
     try:
-        return SamplingParams(**{"seed": secrets.randbits(63), **given, **stops, **top_k})
-    except EngineError as error:
+        return with_options("sampling_params", SamplingParams, values)
+    except (ConfigError, EngineError) as error:
         raise RequestError(str(error)) from error
 
 

@@ -81,10 +81,8 @@ class OpenAIEndpoints:
     def check_size(self, tokens: int) -> None:
         """Raise RequestError for a request of at least as many tokens, before anything is built of it."""
         if tokens > self._engine.context_length:
-            raise RequestError(
-                f"The request has at least {tokens} tokens, but the context length is {self._engine.context_length} tokens.",
-                code="context_length_exceeded",
-            )
+            problem = f"At least {tokens} tokens exceed the context of {self._engine.context_length}."
+            raise RequestError(problem, code="context_length_exceeded")
 
     async def chat(self, body: Any, wire: Wire) -> ChatJob:
         """Check a request of an API. Raises RequestError."""
@@ -114,8 +112,8 @@ class OpenAIEndpoints:
         except (TemplateError, DataError, ConfigError) as error:
             raise RequestError(str(error), code="invalid_messages", param="messages") from error
 
-    async def text(self, body: Any) -> TextJob:
-        """Check a request for a continuation. Raises RequestError."""
+    async def text(self, body: Any, wire: Wire) -> TextJob:
+        """Check a request for a continuation, which errors of OpenAI's `wire` answer. Raises RequestError."""
         given = self._given(body)
         _check_penalties(Fields(given, SamplingParams(), PLAIN).ignored)
         prompt = given.get("prompt")
@@ -210,12 +208,8 @@ class OpenAIEndpoints:
     def _given(self, body: Any) -> dict[str, Any]:
         given = {name: value for name, value in object_of(body).items() if value is not None}
         if given.get("model", self.name) != self.name:
-            raise RequestError(
-                f"model={given['model']!r:.100} is not served here. Accepted: {self.name!r}.",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
+            problem = f"model={given['model']!r:.100} is not served here. Accepted: {self.name!r}."
+            raise RequestError(problem, status=404, code="model_not_found", param="model")
         return given
 
     def _limit(self, asked: Any, prompt_tokens: int) -> int:
@@ -223,12 +217,8 @@ class OpenAIEndpoints:
         room = self._engine.context_length - prompt_tokens
         limit = room if asked is None else asked
         if type(limit) is not int or limit < min(room, 1) or room < max(1, limit):
-            raise RequestError(
-                f"The prompt has {prompt_tokens} tokens and max_tokens is {asked!r:.100}, but the context length is "
-                f"{self._engine.context_length} tokens.",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
+            problem = f"max_tokens={asked!r:.100} is not accepted: {room} tokens are left in the context."
+            raise RequestError(problem, code="context_length_exceeded", param="max_tokens")
         return limit
 
     def _chat_answer(self, job: ChatJob, completion: Completion) -> Answer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
 from rl4llm.core.errors import ConfigError, unknown
 
@@ -15,30 +14,21 @@ KEYS = (
 """Keys of a configuration that decide how the engine computes; they mean the same as in a run."""
 
 
-class _FlagParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"rl4llm serve --engine embedded: {message}.")
-
-
 def read_options(words: Sequence[str]) -> argparse.Namespace:
     """Parse the command line: the model, where to listen, and keys of a configuration. Raises ConfigError.
 
     >>> read_options(["runs/grpo", "--port", "30200", "inference.max_rows=64"]).overrides
     ['model.path=runs/grpo', 'inference.max_rows=64']
     """
-    parser = _FlagParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser("rl4llm serve --engine embedded", allow_abbrev=False)
+    parser.add_argument("model", help="a directory, a run or a name on the hub")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--api-key", default="")
-    parser.add_argument("words", nargs="*")
-    found = parser.parse_intermixed_args(words)
-    models = [word for word in found.words if "=" not in word]
-    found.overrides = [word for word in found.words if "=" in word]
-    for key in (word.partition("=")[0] for word in found.overrides):
+    parser.add_argument("overrides", nargs="*", help=f"KEY=VALUE, for the keys {', '.join(KEYS)}")
+    options = parser.parse_intermixed_args(words)
+    for key in (word.partition("=")[0] for word in options.overrides):
         if key not in KEYS:
             raise ConfigError(unknown("rl4llm serve --engine embedded: the key", key, KEYS))
-    if len(models) != 1:
-        parser.error(f"one model is required, not {len(models)}: a directory, a run or a name on the hub")
-    found.model = models[0]
-    found.overrides = [f"model.path={found.model}", *found.overrides]
-    return found
+    options.overrides.insert(0, f"model.path={options.model}")
+    return options

@@ -28,7 +28,7 @@ from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsErr
 from rl4llm.core.images import ImagePlace, tower_of
 from rl4llm.core.registry import load
 from rl4llm.core.types import WeightRef
-from rl4llm.envs.wire import TOO_DEEP, WIRES, RequestError, dumps, read_json, wire_of
+from rl4llm.envs.wire import TOO_DEEP, WIRES, RequestError, Wire, dumps, read_json, wire_of
 from rl4llm.extensions.servers.embedded.native import (
     NativeRequest,
     completion_body,
@@ -70,40 +70,36 @@ class EmbeddedServer:
         """Return the web application. `WIRES` has OpenAI's chat and, by an extension, /v1/responses and /v1/messages."""
         guards = [self._answered] if self._key else [self._answered, no_websites]
         app = web.Application(client_max_size=self._largest_body(), middlewares=guards)
-        gets = {"/health": self._health, "/model_info": self._model_info, "/server_info": self._server_info}
-        posts = {
-            "/generate": self._generate,
-            "/update_weights_from_disk": self._update_weights,
-            "/pause_generation": self._pause,
-            "/continue_generation": self._continue,
-            "/abort_request": self._abort,
-            "/flush_cache": self._flush,
-            "/weights_checker": self._check_weights,
+        answers = {
+            "GET /health": self._health,
+            "GET /model_info": self._model_info,
+            "GET /server_info": self._server_info,
+            "GET /v1/models": self._models,
+            "POST /generate": self._generate,
+            "POST /update_weights_from_disk": self._update_weights,
+            "POST /pause_generation": self._pause,
+            "POST /continue_generation": self._continue,
+            "POST /abort_request": self._abort,
+            "POST /flush_cache": self._flush,
+            "POST /weights_checker": self._checksum,
         }
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{model:.+}", self._models)  # /v1/models/{model}: a name may be a path
-        for path, answer in gets.items():
-            app.router.add_get(path, self._answering(answer))
-        for path, answer in posts.items():
-            app.router.add_post(path, self._answering(answer))
+        for route, answer in answers.items():
+            method, path = route.split()
+            app.router.add_route(method, path, partial(self._answer, answer))
+        app.router.add_get("/v1/models/{model:.+}", self._model)  # /v1/models/{model}: a name may be a path
         for path in WIRES:
-            app.router.add_post(f"/v1/{path}", self._chat)
+            app.router.add_post(f"/v1/{path}", partial(self._answer_openai, self._openai.chat))
             app.router.add_post(f"/v1/{path}/count_tokens", self._count)
-        app.router.add_post("/v1/completions", self._text)
+        app.router.add_post("/v1/completions", partial(self._answer_openai, self._openai.text))
         return app
 
     def _largest_body(self) -> int:
         """Return the bytes of the longest text that fits the context, with 1 MiB for what is around it, or of images."""
-        text = (
-            12 * self._openai.dialects.longest_token * self._engine.context_length
-        )  # a character has up to 12 in JSON
-        return MAX_BODY if self._vision is not None else min(text + 1024**2, MAX_BODY)
+        characters = self._openai.dialects.longest_token * self._engine.context_length  # up to 12 bytes each
+        return MAX_BODY if self._vision is not None else min(12 * characters + 1024**2, MAX_BODY)
 
-    def _answering(self, answer: Callable[[Any], Awaitable[Any]]) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return _json(await answer(await self._body(request)))
-
-        return handle
+    async def _answer(self, answer: Callable[[Any], Awaitable[Any]], request: web.Request) -> web.Response:
+        return _json(await answer(await self._body(request)))
 
     async def _body(self, request: web.Request) -> Any:
         content = await request.read()
@@ -129,10 +125,7 @@ class EmbeddedServer:
 
     async def _images(self, asked: NativeRequest) -> Sequence[ImagePlace]:
         if self._vision is None:
-            raise RequestError(
-                "The request has images, but this server reads text. Start it with model.vision=frozen.",
-                param="images",
-            )
+            raise RequestError("Start the server with model.vision=frozen.", param="images")
         read = load("rl4llm.extensions.servers.embedded.images:read_images")
         places: Sequence[ImagePlace] = await in_own_thread(
             "rl4llm-images", partial(read, self._vision, asked.images, len(asked.token_ids))
@@ -152,17 +145,12 @@ class EmbeddedServer:
             await self._engine.release(name)
 
     async def _update_weights(self, body: Any) -> Any:
-        given = object_of(body)
-        path, version = given.get("model_path"), str(given.get("weight_version"))
-        if not isinstance(path, str) or not re.fullmatch("[0-9]{1,18}", version):
+        update = object_of(body)
+        path, version = str(update.get("model_path")), str(update.get("weight_version"))
+        autocast = update.get("autocast")  # of the trainer, whose log-probs are compared with the engine's
+        if not re.fullmatch("[0-9]{1,18}", version) or autocast not in (None, *AUTOCAST):
             raise RequestError(
-                f"model_path={path!r:.200} and weight_version={version!r:.100} are not accepted. Accepted: a directory and "
-                "a whole number."
-            )
-        autocast = given.get("autocast")  # of the trainer, whose log-probs are compared with the engine's
-        if autocast not in (None, *AUTOCAST):
-            raise RequestError(
-                f"autocast={autocast!r:.100} is not accepted. Accepted: {', '.join(AUTOCAST)}."
+                f"weight_version={version!r:.99} or autocast={autocast!r:.99} is not accepted."
             )
         # A trainer that disconnects does not leave half of it undone.
         return await asyncio.shield(asyncio.ensure_future(self._update(path, int(version), autocast)))
@@ -191,7 +179,7 @@ class EmbeddedServer:
         tell(f"Holds version {version} of the weights, from {path}, after {took_s:.2f} s.")
         return {"success": True, "message": f"Version {version} was loaded in {took_s:.2f} s."}
 
-    async def _check_weights(self, body: Any) -> Any:
+    async def _checksum(self, body: Any) -> Any:
         """Answer with a checksum of the weights, as SGLang's `/weights_checker` does."""
         async with self._weights:
             digest = await in_own_thread("rl4llm-checksum", partial(checksum, self._model))
@@ -200,9 +188,7 @@ class EmbeddedServer:
     async def _pause(self, body: Any) -> Any:
         mode = object_of(body).get("mode", "retract")
         if mode not in MODES:
-            raise RequestError(
-                f"mode={mode!r:.100} is not accepted. Accepted: {', '.join(MODES)}.", param="mode"
-            )
+            raise RequestError(f"mode={mode!r:.100} must be one of {', '.join(MODES)}.", param="mode")
         self._running.clear()
         self._keeps_cache = mode == "in_place"
         await self._engine.pause()
@@ -247,25 +233,24 @@ class EmbeddedServer:
         info = {**await self._model_info(body), "device": device, "tp_size": 1, "answers": self._answers}
         return {**info, **await self._engine.health()}
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        name, model = request.match_info.get("model"), self._openai.model()
-        if name not in (None, model["id"]):
-            raise RequestError(f"The model {name!r:.100} is not served here.", status=404)
-        return _json({"object": "list", "data": [model]} if name is None else model)
+    async def _models(self, body: Any) -> Any:
+        return {"object": "list", "data": [self._openai.model()]}
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request of one of `WIRES`, as a stream if it asks for one."""
-        body = await self._body(request)
-        return await self._sent(request, await self._openai.chat(body, wire_of(request.path)))
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        name, model = request.match_info["model"], self._openai.model()
+        if name != model["id"]:
+            raise RequestError(f"The model {name!r:.100} is not served here.", status=404)
+        return _json(model)
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         count = await self._openai.count(await self._body(request), wire_of(request.path))
         return _json({"input_tokens": count})
 
-    async def _text(self, request: web.Request) -> web.StreamResponse:
-        return await self._sent(request, await self._openai.text(await self._body(request)))
-
-    async def _sent(self, request: web.Request, job: Any) -> web.StreamResponse:
+    async def _answer_openai(
+        self, read: Callable[[Any, Wire], Awaitable[Any]], request: web.Request
+    ) -> web.StreamResponse:
+        """Answer a request of an API, as a stream if it asks for one."""
+        job = await read(await self._body(request), wire_of(request.path))
         if not job.stream:
             return _json(await self._openai.answer(job))
         response = web.StreamResponse(
@@ -290,11 +275,8 @@ class EmbeddedServer:
         except (EngineError, MemoryError, RuntimeError) as error:
             refusal = RequestError(str(error), status=400 if isinstance(error, RefusedError) else 500)
         except web.HTTPException as error:
-            known = ", ".join(
-                sorted({route.resource.canonical for route in request.app.router.routes() if route.resource})
-            )
-            text = f"This server has {known}" if error.status in (404, 405) else error.text or error.reason
-            refusal = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
+            text = f"{request.method} {request.path[-100:]}: {error.text or error.reason}"
+            refusal = RequestError(text, status=error.status)
         return _json(wire_of(request.path).error_body(refusal), refusal.status)
 
     def _check_key(self, request: web.Request) -> None:

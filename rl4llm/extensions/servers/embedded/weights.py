@@ -26,27 +26,17 @@ def read_weights(path: str, version: int, model: PreTrainedModel) -> dict[str, T
     directory = Path(path)
     if not directory.is_dir():
         raise WeightsError(f"{path} {UNSEEN}.")
-    problem = (
-        manifest.damage(directory, version=version, kind="full")
-        if (directory / manifest.NAME).exists()
-        else ""
-    )
-    if problem:
+    sealed = (directory / manifest.NAME).exists()
+    if problem := manifest.damage(directory, version=version, kind="full") if sealed else "":
         raise WeightsError(f"Version {version} of the weights in {path} is damaged: {problem}.")
-    other = load_model(directory, dtype=model.dtype, device=model.device)
+    source = load_model(directory, dtype=model.dtype, device=model.device)
     if (tower := tower_of(model)) is not None:
-        other.add_module(IMAGE_SIDE, type(tower).read(directory, tower.vision, model.dtype).parts)
-    own, given = _tensors(model), _tensors(other)
-    differ = [
-        f"{name} is {_shape(given.get(name))}, not {_shape(own.get(name))}"
-        for name in sorted(own.keys() | given.keys())
-        if _shape(given.get(name)) != _shape(own.get(name))
-    ]
-    if differ:
-        raise WeightsError(
-            f"The weights in {path} are not of the model that is served: {'; '.join(differ[:3])}."
-        )
-    return given
+        source.add_module(IMAGE_SIDE, type(tower).read(directory, tower.vision, model.dtype).parts)
+    current, tensors = _tensors(model), _tensors(source)
+    shapes = [{(name, tuple(tensor.shape)) for name, tensor in side.items()} for side in (current, tensors)]
+    if differ := sorted(shapes[0] ^ shapes[1]):
+        raise WeightsError(f"The weights in {path} are not of the model that is served: {differ[:3]}.")
+    return tensors
 
 
 @torch.no_grad()
@@ -61,7 +51,3 @@ def checksum(model: PreTrainedModel) -> str:
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _shape(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else str(list(tensor.shape))
