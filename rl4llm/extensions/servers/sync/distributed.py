@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BasePublisher, TakesWeights
 from rl4llm.core.types import WeightRef
-from rl4llm.extensions.servers.sync.store import WeightStore, check_tensors, narrowed
+from rl4llm.extensions.servers.sync.store import WeightStore, checked, narrowed
 
 
 class BroadcastPublisher(BasePublisher):
@@ -25,7 +26,7 @@ class BroadcastPublisher(BasePublisher):
         Raises WeightsError, before any request, for tensors that are not finite or do not match the model's list.
         """
         specs = backend.weight_specs()
-        check_tensors(*narrowed(specs, backend.weights(), self._dtype))
+        deque(checked(*narrowed(specs, backend.weights(), self._dtype)), maxlen=0)
         weight_ref = WeightRef(
             version, "distributed", tensors=lambda: narrowed(specs, backend.weights(), self._dtype)[1]
         )

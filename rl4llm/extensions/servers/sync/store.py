@@ -16,15 +16,15 @@ A version gets its name when it is complete and on disk. A server that has mappe
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shutil
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +35,7 @@ from rl4llm.core.errors import RunDirError, WeightsError
 from rl4llm.core.types import TensorSpec, WeightRef
 from rl4llm.runs import manifest
 from rl4llm.runs.lock import DirectoryLock
-from rl4llm.runs.run_dir import NO_SPACE, is_full, space, sync_directory, write_atomically
+from rl4llm.runs.run_dir import is_full, sync_directory, write_atomically
 from rl4llm.runs.tensor_file import write_tensors
 
 FINAL = re.compile(r"v(\d{6,})")
@@ -109,8 +109,8 @@ class WeightStore:
             shutil.rmtree(directory, ignore_errors=True)
             if isinstance(error, OSError) or is_full(error):
                 raise WeightsError(
-                    f"Version {version} of the weights could not be written to {self.root}: {error}. Earlier versions are "
-                    f"intact. {self._advice(error, sum(spec.num_bytes for spec in specs))}"
+                    f"Version {version} of the weights could not be written to {self.root}: {error}. Set another sync.dir, "
+                    "or a lower sync.keep if it is full."
                 ) from error
             raise
         finally:
@@ -139,10 +139,7 @@ class WeightStore:
         assert weight_ref.path is not None  # set by `ref`
         problem = manifest.damage(Path(weight_ref.path), version=weight_ref.version)
         if problem:
-            raise WeightsError(
-                f"Version {weight_ref.version} of the weights in {weight_ref.path} is damaged: {problem}. No server was "
-                "asked to load it. Next: check the file system; the version is written again at the next step."
-            )
+            raise WeightsError(f"{weight_ref.path} is damaged: {problem}. Check the file system.")
 
     @contextmanager
     def lease(self, version: int) -> Iterator[None]:
@@ -208,21 +205,11 @@ class WeightStore:
                     self.root = chosen
                 self.root.mkdir(parents=True, exist_ok=True)
                 self._lock = DirectoryLock(self.root)
-            except RunDirError as error:
+            except (RunDirError, OSError) as error:
                 reason, _, _ = str(error).partition(" Next: ")
                 raise WeightsError(
-                    f"Weights cannot be written: {reason} Next: stop that run first, or set another sync.dir for this one."
+                    f"Weights cannot be written to {self.root}: {reason} Set another sync.dir."
                 ) from error
-            except OSError as error:
-                raise WeightsError(
-                    f"Weights cannot be written to {self.root}: {error}. {self._advice(error, 0)}"
-                ) from error
-
-    def _advice(self, error: BaseException, needed: int) -> str:
-        if not is_full(error, NO_SPACE):
-            return "Next: check that this is a writable directory, or set another one with sync.dir."
-        existing = next(path for path in (self.root, *self.root.parents) if os.path.exists(path))
-        return f"{space(existing, needed, error).lstrip()} Next: free some space, or keep fewer versions (sync.keep)."
 
     def _commit(self, directory: Path, version: int) -> Path:
         final = self.root / f"v{version:06d}"
@@ -260,11 +247,12 @@ class WeightStore:
             names = [
                 f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
             ]
+        tensors = checked(specs, tensors)
         hashes = {
-            name: write_tensors(directory / name, shard, _checked(shard, tensors))
+            name: write_tensors(directory / name, shard, islice(tensors, len(shard)))
             for name, shard in zip(names, shards, strict=True)
         }
-        check_ended(tensors)
+        deque(tensors, maxlen=0)  # raises if there are more
         if kind == "full":
             index = {
                 "metadata": {"total_size": sum(spec.num_bytes for spec in specs)},
@@ -324,41 +312,19 @@ def _name_dtype(config: Path, dtype: torch.dtype) -> None:
     config.write_text(json.dumps(read, indent=2) + "\n")
 
 
-def check_tensors(specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Raise WeightsError if `tensors` do not match `specs` exactly, or hold values that are not finite."""
-    for _ in _checked(specs, tensors):
-        pass
-    check_ended(tensors)
-
-
-def check_ended(tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Raise WeightsError if `tensors` has another element."""
-    extra = next(tensors, None)
-    if extra is not None:
-        raise WeightsError(f"The weights contain {extra[0]}, which the model's list of tensors does not.")
-
-
-def _checked(
+def checked(
     specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the next tensors of `tensors`, one per spec, after checking each."""
-    for spec in specs:
-        given = next(tensors, None)
-        if given is None:
-            raise WeightsError(f"The weights lack {spec}; they end before it.")
-        found = TensorSpec.of(*given)
-        if found != spec:
-            raise WeightsError(f"The weights contain {found} where the model's list of tensors has {spec}.")
-        _check_finite(*given)
-        yield given
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return
-    low, high = torch.aminmax(tensor.detach())  # NaN wins over every number, so these two suffice
-    if not (torch.isfinite(low) and torch.isfinite(high)):
-        raise WeightsError(
-            f"{name} holds {int((~torch.isfinite(tensor)).sum()):,} values that are not finite. The weights were not "
-            "published; engines keep the last version. Next: resume from an earlier checkpoint with a lower training.lr."
-        )
+    """Yield `tensors`; raise WeightsError where they do not match `specs` exactly, or hold values that are not finite."""
+    for spec, pair in zip_longest(specs, tensors):
+        actual = pair and TensorSpec.of(*pair)
+        if actual != spec:
+            raise WeightsError(f"The weights contain {actual} where the model's list of tensors has {spec}.")
+        name, tensor = pair
+        if tensor.is_floating_point() and tensor.numel():
+            low, high = torch.aminmax(tensor.detach())  # NaN wins over every number, so these two suffice
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise WeightsError(
+                    f"{name} holds values that are not finite. Resume from an earlier checkpoint with a lower training.lr."
+                )
+        yield pair

@@ -40,12 +40,7 @@ class Claims:
             except RunDirError as error:
                 reason, _, _ = str(error).partition(" Next: ")
                 raise EngineError(
-                    f"Another run publishes its weights to the server at {url}: {reason} Next: wait for that run, or start "
-                    "another server and set inference.url. `rl4llm eval` needs no server with inference.name=local."
-                ) from error
-            except OSError as error:
-                raise EngineError(
-                    f"The server at {url} cannot be claimed for this run: {error}. Next: set TMPDIR to a writable directory."
+                    f"Another run uses the server at {url}: {reason} Wait for that run, or set another inference.url."
                 ) from error
 
     def release(self) -> None:
@@ -54,20 +49,13 @@ class Claims:
         self._locks = []
 
 
-class ClaimingPublisher(BasePublisher):
-    """Claims servers with its first version and until `close`. Only the first rank of a run publishes, and claims."""
+class WrappingPublisher(BasePublisher):
+    """A publisher around another one."""
 
-    def __init__(self, publisher: BasePublisher, urls: Sequence[str], root: Path | None = None):
+    def __init__(self, publisher: BasePublisher):
         self._publisher = publisher
-        self._claims = Claims(urls, root)
-
-    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
-        """Publish with the inner publisher; raise EngineError if another run has claimed one of the servers."""
-        self._claims.take()
-        return await self._publisher.publish(backend, version)
 
     async def lend_device(self, backend: BaseBackend) -> None:
-        self._claims.take()
         await self._publisher.lend_device(backend)
 
     def take_device(self, backend: BaseBackend) -> None:
@@ -77,22 +65,43 @@ class ClaimingPublisher(BasePublisher):
         self._publisher.follow(backend)
 
     async def close(self) -> None:
+        await self._publisher.close()
+
+
+class ClaimingPublisher(WrappingPublisher):
+    """Claims servers with its first version and until `close`. Only the first rank of a run publishes, and claims."""
+
+    def __init__(self, publisher: BasePublisher, urls: Sequence[str], root: Path | None = None):
+        super().__init__(publisher)
+        self._claims = Claims(urls, root)
+
+    async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
+        """Publish with the inner publisher; raise EngineError if another run has claimed one of the servers."""
+        self._claims.take()
+        return await self._publisher.publish(backend, version)
+
+    async def lend_device(self, backend: BaseBackend) -> None:
+        self._claims.take()
+        await super().lend_device(backend)
+
+    async def close(self) -> None:
         try:
-            await self._publisher.close()
+            await super().close()
         finally:
             self._claims.release()
 
 
-class FallbackPublisher(BasePublisher):
+class FallbackPublisher(WrappingPublisher):
     """Publishes with the first publisher; if an engine refuses, with the second, for this version only, with a warning."""
 
-    def __init__(self, first: BasePublisher, second: BasePublisher, warn: Callable[[str], None]):
-        self._first, self._second, self._warn = first, second, warn
+    def __init__(self, publisher: BasePublisher, second: BasePublisher, warn: Callable[[str], None]):
+        super().__init__(publisher)
+        self._second, self._warn = second, warn
         self.taken = 0
 
     async def publish(self, backend: BaseBackend, version: int) -> WeightRef:
         try:
-            return await self._first.publish(backend, version)
+            return await self._publisher.publish(backend, version)
         except EnginesDownError:  # the second cannot reach them either
             raise
         except EngineError as error:
@@ -100,17 +109,8 @@ class FallbackPublisher(BasePublisher):
             self._warn(f"Version {version} was published with sync.fallback, since sync.name failed: {error}")
             return await self._second.publish(backend, version)
 
-    async def lend_device(self, backend: BaseBackend) -> None:
-        await self._first.lend_device(backend)
-
-    def take_device(self, backend: BaseBackend) -> None:
-        self._first.take_device(backend)
-
-    def follow(self, backend: BaseBackend) -> None:
-        self._first.follow(backend)
-
     async def close(self) -> None:
-        await self._first.close()
+        await super().close()
         await self._second.close()
 
 
