@@ -27,7 +27,9 @@ from safetensors.torch import load_file
 from rl4llm.backends.tiny import build_model
 from rl4llm.core.errors import EngineError
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
+from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.inference.local import LocalClient
+from rl4llm.runtime.transport import Retry
 
 
 def status(code, *, retry_after=None, text="scripted"):
@@ -440,23 +442,46 @@ class FaultServer:
         return None
 
 
+def client_of(url, tokenizer, retry=None, **options):
+    """Return a client for servers of `small_model`; with `retry` it does not wait long."""
+    sizes = {"vocab_size": len(tokenizer), "context_length": 128}
+    client = SGLangClient(url, tokenizer, **{**sizes, **options})
+    client.retry = retry or client.retry
+    return client
+
+
+@contextlib.asynccontextmanager
+async def started(server, tokenizer, retry=None, **options):
+    """Run a server in this event loop; yield a client of it."""
+    await server.start()
+    client = client_of(server.url, tokenizer, retry or Retry(2, first_wait_s=0.001), **options)
+    try:
+        async with asyncio.timeout(60):
+            yield client
+    finally:
+        await client.close()
+        await server.stop()
+
+
 @contextlib.contextmanager
-def serving(server):
-    """Run a server in a thread of this process."""
+def serving(*servers, revive=False):
+    """Run servers in a thread; with `revive` one that dies starts again with the weights of its first start."""
     up, end = threading.Event(), threading.Event()
 
     async def serve():
-        await server.start()
-        up.set()
         while not end.is_set():
+            for server in servers:
+                if not server.running and (revive or not up.is_set()):
+                    await server.start()
+            up.set()
             await asyncio.sleep(0.05)
-        await server.stop()
+        await asyncio.gather(*(server.stop() for server in servers))
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
         assert up.wait(30)
-        yield server
+        yield servers[0]
     finally:
         end.set()
         thread.join()

@@ -10,8 +10,8 @@ import pytest
 from fault_server import (
     FaultServer,
     Router,
+    client_of,
     done_but_damaged,
-    done_but_denied,
     edited,
     half_body,
     kill,
@@ -36,7 +36,6 @@ from rl4llm.core.errors import (
 )
 from rl4llm.core.tables import ENGINES
 from rl4llm.core.types import SamplingParams, TensorSpec
-from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.clients.vllm import VLLMClient
 from rl4llm.extensions.servers.fleet.build import build_fleet
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
@@ -95,9 +94,8 @@ def play(base, tokenizer, weights):
     """Run `story(scene)` on a fleet whose servers hold version 1."""
 
     def run(story, count=2, *, router=False, load=True, retry=NIMBLE, deadline_s=600.0, **limits):
-        def client(url):
-            sizes = {"vocab_size": len(tokenizer), "context_length": 128}
-            return SGLangClient(url, tokenizer, **sizes, deadline_s=deadline_s, admin_deadline_s=10.0)
+        def client(url, retry=None):
+            return client_of(url, tokenizer, retry, deadline_s=deadline_s, admin_deadline_s=10.0)
 
         async def main():
             servers = [FaultServer(base, tokenizer) for _ in range(count)]
@@ -106,11 +104,9 @@ def play(base, tokenizer, weights):
             if front:
                 await front.start()
             lines = []
-            members = [client(server.url) for server in servers]
-            for member in members:
-                member.retry = Retry(3, first_wait_s=0.01, longest_wait_s=0.1)
+            again = Retry(3, first_wait_s=0.01, longest_wait_s=0.1)
             fleet = FleetClient(
-                members,
+                [client(server.url, again) for server in servers],
                 router=client(front.url) if front else None,
                 retry=retry,
                 limits=FleetLimits(**{**LIMITS, **limits}),
@@ -170,9 +166,7 @@ def undisturbed(base, tokenizer, weights):
     async def main():
         server = FaultServer(base, tokenizer)
         await server.start()
-        fleet = FleetClient(
-            [SGLangClient(server.url, tokenizer, vocab_size=len(tokenizer), context_length=128)]
-        )
+        fleet = FleetClient([client_of(server.url, tokenizer)])
         await fleet.load(weights[1])
         try:
             return await rollout(fleet)
@@ -272,17 +266,18 @@ def test_a_busy_server_gets_time_and_stays_in_the_pool(play):
     play(story, retry=Retry(attempts=12, first_wait_s=0.01, longest_wait_s=20.0))
 
 
-def test_a_refused_request_is_asked_of_no_other_server(play):
+@pytest.mark.parametrize("router", [False, True])
+def test_a_refused_request_is_asked_of_no_other_server(play, router):
     async def story(scene):
         for server in scene.servers:
-            server.next("/generate", status(400, text="top_p"))
-        with pytest.raises(RefusedError, match=r"1/p0/3.* top_p"):
+            server.next("/generate", *[status(400, text="top_p")] * 2)
+        with pytest.raises(RefusedError):
             await episode(scene.fleet, 0, 3)
-        assert scene.total == 1
+        assert scene.total == 1 + router  # what a router refuses is asked of a server
         assert len(scene.pool()) == 2
         assert is_clean(scene.fleet)
 
-    play(story)
+    play(story, router=router)
 
 
 def test_attempts_are_bounded(play):
@@ -350,17 +345,6 @@ def test_a_result_that_comes_twice_counts_once(play, undisturbed):
     play(story, 1)
 
 
-def test_a_sampled_id_without_a_token_is_reported_once(play):
-    async def story(scene):
-        scene.fleet._absent = frozenset(range(320))  # whatever is sampled
-        for number in range(2):
-            await scene.fleet.generate(PROMPT, PARAMS, session=f"s{number}")
-        return scene.lines
-
-    (line,) = play(story)
-    assert "for which the tokenizer has no token (padded vocabulary)" in line
-
-
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_servers_stop_at_all_end_tokens_of_the_model(model, tokenizer, name):
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, 9, 10]
@@ -373,7 +357,7 @@ def test_a_fleet_without_servers_warns_until_the_run_stops(play):
     async def story(scene):
         for server in scene.servers:
             server.kill()
-        with pytest.raises(EnginesDownError, match=r"No server could serve for 0.5 s .*[Cc]annot connect"):
+        with pytest.raises(EnginesDownError):
             await rollout(scene.fleet, prompts=2)
         waiting = [line for line in scene.lines if line.startswith("No server can serve")]
         assert 2 <= len(waiting) <= 6  # however many requests wait
@@ -422,17 +406,6 @@ def test_an_id_that_a_router_sent_twice_is_sent_under_another(play, undisturbed)
         assert scene.router.calls["/generate"] == 2
         assert any(server.calls["/generate"] > len(server.rids) for server in scene.servers)
         assert len(scene.pool()) == 2
-
-    play(story, router=True)
-
-
-def test_what_the_servers_behind_a_router_refuse_is_refused(play):
-    async def story(scene):
-        for server in scene.servers:
-            server.next("/generate", *[status(400, text="top_p")] * 2)
-        with pytest.raises(RefusedError, match=r"1/p0/3.* top_p"):
-            await episode(scene.fleet, 0, 3)
-        assert scene.total == 2
 
     play(story, router=True)
 
@@ -519,16 +492,6 @@ def test_a_server_that_fails_an_update_leaves_the_pool(play, weights, fault):
     play(story, 3)
 
 
-def test_a_failed_load_with_the_right_weights_keeps_the_server(play, weights):
-    async def story(scene):
-        scene.servers[0].next("/update_weights_from_disk", done_but_denied())
-        await scene.fleet.load(weights[2])
-        assert len(scene.pool()) == 2
-        assert scene.servers[0].calls["/flush_cache"] == 1
-
-    play(story)
-
-
 def test_a_server_with_differing_weights_leaves_and_reloads(play, weights):
     async def story(scene):
         odd = scene.servers[2]
@@ -544,7 +507,7 @@ def test_a_server_with_differing_weights_leaves_and_reloads(play, weights):
 def test_servers_that_disagree_with_no_majority_stop_the_run(play, weights):
     async def story(scene):
         scene.servers[0].next("/update_weights_from_disk", done_but_damaged())
-        with pytest.raises(StaleWeightsError, match="hold different weights"):
+        with pytest.raises(StaleWeightsError):
             await scene.fleet.load(weights[2])
 
     play(story)
@@ -554,7 +517,7 @@ def test_a_version_that_no_server_takes_is_an_error(play, weights):
     async def story(scene):
         for server in scene.servers:
             server.next("/update_weights_from_disk", status(400, text="no such file"))
-        with pytest.raises(EngineError, match=r"No server could load version 2.*no such file"):
+        with pytest.raises(EngineError):
             await scene.fleet.load(weights[2])
         assert not any(server.paused for server in scene.servers)
 
@@ -593,10 +556,7 @@ def test_a_server_that_stays_paused_leaves_until_it_is_resumed(play, weights, un
 
 def follower_of(scene, tokenizer, lines, **limits):
     """Return the fleet of another rank, which waits for weights that the first one gives."""
-    clients = [
-        SGLangClient(server.url, tokenizer, vocab_size=len(tokenizer), context_length=128)
-        for server in scene.servers
-    ]
+    clients = [client_of(server.url, tokenizer) for server in scene.servers]
     return FleetClient(clients, retry=NIMBLE, limits=FleetLimits(**{**LIMITS, **limits}), warn=lines.append)
 
 
@@ -858,7 +818,7 @@ def test_health_names_who_is_out_and_why(play):
         assert found["in_pool"] == [scene.servers[1].url]
         assert "annot connect" in found["out"][scene.servers[0].url]
         scene.servers[1].kill()
-        with pytest.raises(EngineError, match="No server is available"):
+        with pytest.raises(EngineError):
             await scene.fleet.health()
 
     play(story)
@@ -866,7 +826,7 @@ def test_health_names_who_is_out_and_why(play):
 
 def test_a_fleet_serves_one_event_loop_after_the_other(base, tokenizer):
     server = FaultServer(base, tokenizer)
-    fleet = FleetClient([SGLangClient(server.url, tokenizer, vocab_size=len(tokenizer), context_length=128)])
+    fleet = FleetClient([client_of(server.url, tokenizer)])
 
     async def main(disconnect):
         await server.start()
@@ -885,14 +845,5 @@ def test_servers_whose_replies_name_no_weights_get_no_router(tokenizer):
     one, front = (
         VLLMClient(f"http://127.0.0.1:{port}", tokenizer, vocab_size=8, context_length=8) for port in (1, 2)
     )
-    with pytest.raises(
-        ConfigError, match=r"inference.router='http://127.0.0.1:2' is not accepted for VLLMClient"
-    ):
+    with pytest.raises(ConfigError):
         FleetClient([one], router=front)
-
-
-def test_addresses_must_be_there_and_differ(tokenizer):
-    one = SGLangClient("http://127.0.0.1:1/", tokenizer, vocab_size=8, context_length=8)
-    for members in ([], [one, one]):
-        with pytest.raises(ConfigError, match="each of them once"):
-            FleetClient(members)

@@ -67,7 +67,7 @@ def test_the_canary_finds_features_of_the_tower_before(named, tmp_path, monkeypa
         named.run(canary.verify(backend, named.client, ref))
 
     verify(named.directory)
-    with pytest.raises(StaleWeightsError, match="does not hold version"):
+    with pytest.raises(StaleWeightsError):
         verify(named.write_changed(tmp_path))
 
 

@@ -12,16 +12,14 @@ import time
 import psutil
 import pytest
 import torch
-from fault_server import FaultServer, small_model
+from fault_server import FaultServer, small_model, started
 
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config.keys import SyncConfig
 from rl4llm.core.types import SamplingParams, TensorSpec
-from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.sync import shared_memory
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
-from rl4llm.runtime.transport import Retry
 
 FLOAT32 = torch.float32
 
@@ -50,22 +48,12 @@ def play(tokenizer, tmp_path):
     def run(story):
         async def main():
             server, lines = FaultServer(small_model(tokenizer), tokenizer), []
-            await server.start()
-            client = SGLangClient(server.url, tokenizer, vocab_size=len(tokenizer), context_length=128)
-            client.retry = Retry(2, first_wait_s=0.001)
-            store = shared_memory.open_store(
-                SyncConfig(), tmp_path / "weights", [server.url], FLOAT32, lines.append
-            )
-            publisher = FilesystemPublisher(client, store)
-            try:
-                async with asyncio.timeout(60):
-                    await story(
-                        server, publisher, TorchBackend(small_model(tokenizer, seed=1), lr=1e-3), lines
-                    )
-            finally:
+            backend = TorchBackend(small_model(tokenizer, seed=1), lr=1e-3)
+            async with started(server, tokenizer) as client:
+                where = tmp_path / "weights", [server.url], FLOAT32, lines.append
+                publisher = FilesystemPublisher(client, shared_memory.open_store(SyncConfig(), *where))
+                await story(server, publisher, backend, lines)
                 await publisher.close()
-                await client.close()
-                await server.stop()
 
         return asyncio.run(main())
 

@@ -1,15 +1,24 @@
 """Whatever happens to its servers on the way, a run ends with the weights of the run that nothing happened to."""
 
-import asyncio
-import contextlib
 import json
 import math
 import random
-import threading
 
 import pytest
 import torch
-from fault_server import FaultServer, edited, half_body, hang, kill, lie, reset, small_model, status, text
+from fault_server import (
+    FaultServer,
+    edited,
+    half_body,
+    hang,
+    kill,
+    lie,
+    reset,
+    serving,
+    small_model,
+    status,
+    text,
+)
 from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
@@ -60,30 +69,6 @@ def seeded_faults(seed, struck):
     return faults
 
 
-@contextlib.contextmanager
-def kept_alive(servers):
-    """Run servers in a thread; one that dies is started again with the weights of its first start."""
-    up, end = threading.Event(), threading.Event()
-
-    async def keep():
-        while not end.is_set():
-            for server in servers:
-                if not server.running:
-                    await server.start()
-            up.set()
-            await asyncio.sleep(0.1)
-        await asyncio.gather(*(server.stop() for server in servers))
-
-    thread = threading.Thread(target=asyncio.run, args=(keep(),))
-    thread.start()
-    try:
-        assert up.wait(30)
-        yield
-    finally:
-        end.set()
-        thread.join()
-
-
 @pytest.fixture(scope="module")
 def base(tokenizer, tmp_path_factory):
     """Return a model and the directory that the trainer takes it from."""
@@ -109,7 +94,7 @@ def train(base, tokenizer):
             {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""}
             for i in range(PROMPTS)
         ]
-        with kept_alive(servers):
+        with serving(*servers, revive=True):
             done = GRPOTrainer(
                 str(model_dir),
                 rows,

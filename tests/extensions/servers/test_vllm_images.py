@@ -51,7 +51,7 @@ def test_an_image_of_another_number_of_tokens_is_refused(seer):
 
 
 def test_other_tokens_than_those_of_the_prompt_are_refused():
-    with pytest.raises(EngineError, match="other tokens"):
+    with pytest.raises(EngineError):
         as_completion({"prompt_token_ids": [1, 9, 2], "choices": []}, [1, 9, 9, 2], "vLLM")
 
 

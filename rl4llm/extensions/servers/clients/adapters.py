@@ -23,8 +23,6 @@ class AdaptingClient(ServerClient):
         adapter: the prefix of the names of adapters. One trainer at a time may use it on a server.
     """
 
-    KINDS: ClassVar[tuple[str, ...]]
-    """The kinds of `WeightRef` that it takes."""
     ADAPTERS_AT: ClassVar[str] = ""
     """The path in front of load_lora_adapter and unload_lora_adapter."""
 
@@ -63,9 +61,6 @@ class AdaptingClient(ServerClient):
 
     async def load(self, weight_ref: WeightRef) -> None:
         """Load weights. An adapter ("lora") does not stop running requests, which end with the adapter they began with."""
-        if weight_ref.kind not in self.KINDS:
-            accepted = ", ".join(self.KINDS)
-            raise EngineError(f"{self} cannot load WeightRef.kind={weight_ref.kind!r}. Accepted: {accepted}.")
         if weight_ref.kind != "lora":
             await super().load(weight_ref)
             return
@@ -105,9 +100,7 @@ class AdaptingClient(ServerClient):
             return await self.http.post(path, body)
         except RefusedError as error:
             if adapter is not None and adapter not in await self._listed():
-                raise UnreachableError(
-                    f"{self.base_url} no longer holds adapter {adapter}: {error}"
-                ) from error
+                raise UnreachableError(str(error)) from error
             raise
 
     async def models(self, *, retries: bool = True) -> list[Mapping[str, Any]]:
@@ -118,9 +111,7 @@ class AdaptingClient(ServerClient):
 
         answer = await (self.retry.run(get) if retries else get(0))
         models = field(answer, "data", "/v1/models")
-        if not isinstance(models, list):
-            raise UnreachableError(f"{self.base_url} lists no models.")
-        return [item for item in models if isinstance(item, Mapping)]
+        return [item for item in models if isinstance(item, Mapping)] if isinstance(models, list) else []
 
     async def _load_adapter(self, weight_ref: WeightRef) -> None:
         name = adapter_name(self._prefix, weight_ref)
@@ -130,8 +121,8 @@ class AdaptingClient(ServerClient):
             problem = await self.attempted(f"{self.ADAPTERS_AT}/load_lora_adapter", body)
             if name not in await self._listed():
                 raise EngineError(
-                    f"{self.base_url} was asked to load version {weight_ref.version} from {weight_ref.path}, but does not "
-                    f"list it. {problem or 'It reported success.'} Look for the reason in the server's log."
+                    f"{self.base_url} does not list version {weight_ref.version} after a request to load it from "
+                    f"{weight_ref.path}. {problem or 'See the log of the server.'}"
                 ) from problem
         await self._use(name, before)
 

@@ -24,7 +24,6 @@ class EmbeddedClient(SGLangClient):
     keeps_features = False
     EXPANDS = False
     publishers = ("filesystem",)
-    KINDS = ("full",)
     URL_VARIABLE = "EMBEDDED_BASE_URL"
     USUAL_URL = "http://127.0.0.1:30200"
     UNSEEN = "does not exist on the server's machine"
@@ -49,10 +48,7 @@ class EmbeddedClient(SGLangClient):
         answer, adapter = await super()._generate(body)
         given = [image["digest"] for image in body.get("images", ())]
         if given and field(answer, "meta_info", "/generate").get("images") != given:
-            raise EngineError(
-                f"{self.base_url} did not see the images of a request. Remove inference.router, or whatever else is in "
-                "between and leaves out what it does not know."
-            )
+            raise EngineError(f"{self} did not get the images of a request. Remove inference.router.")
         return answer, adapter
 
     def _numerics(self) -> Mapping[str, str]:
@@ -66,6 +62,5 @@ class EmbeddedClient(SGLangClient):
 
     async def _check_saver(self) -> None:
         raise ConfigError(
-            "inference.cohost=true is not accepted with inference.name=embedded, whose servers keep their memory. Accepted: "
-            "inference.name=local, which shares the trainer's weights."
+            "inference.name=embedded cannot be combined with inference.cohost. Use inference.name=local."
         )

@@ -27,10 +27,7 @@ def feature_name(image: Image, weights: str) -> str:
 def check_features_are_named(vision: Vision) -> None:
     """Raise ConfigError for a family in which SGLang would use features of images that an earlier tower made."""
     if (family := vision.config.model_type) in UNNAMED:
-        raise ConfigError(
-            f"model.vision=train cannot be combined with inference.name='sglang' for {family}, since SGLang would keep the "
-            "features of the tower for later requests. Use inference.name=vllm, or set model.vision=frozen."
-        )
+        raise ConfigError(f"SGLang needs model.vision=frozen for {family}: it keeps the features of images.")
 
 
 def data_uri(vision: Vision, image: Image) -> str:

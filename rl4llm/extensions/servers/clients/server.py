@@ -21,7 +21,7 @@ from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, ModelShape, Preci
 from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
 from rl4llm.extensions.servers.clients.together import Together
 from rl4llm.inference.embedded.kv_cache import KVCache
-from rl4llm.inference.embedded.stops import absent_tokens, stop_tokens, text_of
+from rl4llm.inference.embedded.stops import stop_tokens, text_of
 from rl4llm.runtime.transport import Retry, Transport
 
 if TYPE_CHECKING:
@@ -117,10 +117,8 @@ class ServerClient(BaseClient):
         visible_within_s: float = 10.0,
         api_key: str | None = None,
     ):
-        if not _is_address(base_url):
-            raise ConfigError(
-                f"inference.url={base_url!r} is not accepted. Accepted: http://HOST:PORT, as in the server's log."
-            )
+        if not (match := URL(base_url)).host or match.scheme not in ("http", "https"):
+            raise ConfigError(f"inference.url={base_url!r} is not accepted. Accepted: http://HOST:PORT.")
         self.base_url = base_url.rstrip("/")
         self.vocab_size = vocab_size
         self.context_length = context_length
@@ -129,7 +127,6 @@ class ServerClient(BaseClient):
         self.admin_deadline_s = admin_deadline_s
         self._visible_within_s = visible_within_s
         self._tokenizer, self._ends = tokenizer, tuple(ends)
-        self.absent = absent_tokens(tokenizer, vocab_size)
         self.names = RequestNames()
         self.vision: Vision | None = None  # what the model makes of images; set for runs with any
         self.autocast = ""  # of the trainer's products, in a run
@@ -187,10 +184,7 @@ class ServerClient(BaseClient):
             max_tokens=min(sampling_params.max_tokens, room),
             stop_token_ids=stop_tokens(self._tokenizer, sampling_params, self._ends),
         )
-        try:
-            sampled = await self.sample(list(prompt_ids), params, request_id, images)
-        except RefusedError as error:
-            raise RefusedError(f"Request {request_id} was refused. {error}") from error
+        sampled = await self.sample(list(prompt_ids), params, request_id, images)
         try:
             self._check_sampled(sampled, request_id)
         except DoubleReplyError:
@@ -222,10 +216,6 @@ class ServerClient(BaseClient):
         """Stop generating at the next token; requests wait."""
 
     @abstractmethod
-    async def resume(self) -> None:
-        """Continue after `pause`."""
-
-    @abstractmethod
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Give device memory back."""
 
@@ -245,12 +235,9 @@ class ServerClient(BaseClient):
         return False
 
     async def check_awake(self) -> None:
-        """Raise EngineError if the weights are not on the server's device."""
+        """Raise EngineError if a trainer with inference.cohost=true ended before it gave the device back."""
         if await self.lacks_weights():
-            raise EngineError(
-                f"{self.base_url} is asleep: a run with inference.cohost=true ended while the trainer had the device. "
-                "Resume that run, or restart the server."
-            )
+            raise EngineError(f"{self} is asleep. Resume the run that it belongs to, or restart it.")
 
     async def checksum(self) -> str | None:
         """Return a digest of the weights on the server; None if the server cannot compute one."""
@@ -260,9 +247,7 @@ class ServerClient(BaseClient):
         """Pause, load, resume in any case, and read back the version; raise EngineError if the server holds another one."""
         if weight_ref.held:
             if (version := await self.version()) != weight_ref.version:
-                raise UnreachableError(
-                    f"{self.base_url} holds version {version}; the first rank has not yet published {weight_ref.version}."
-                )
+                raise UnreachableError(f"{self} holds version {version}, not {weight_ref.version}.")
             self.weights_name, self.digest = secrets.token_hex(8), await self.checksum()
             return
         async with self._loading:
@@ -276,8 +261,8 @@ class ServerClient(BaseClient):
                 await asyncio.sleep(self.retry.wait_s(number))
         if version != weight_ref.version or (problem and before == version):
             raise EngineError(
-                f"{self.base_url} was asked to load version {weight_ref.version} from {weight_ref.path or 'the trainer'}, "
-                f"but holds version {version}. {problem or 'It reported success.'} Look for the reason in the server's log."
+                f"{self.base_url} holds version {version} after a request to load version {weight_ref.version} from "
+                f"{weight_ref.path or 'the trainer'}. {problem or 'See the log of the server.'}"
             ) from problem
 
     async def _replace_weights(self, weight_ref: WeightRef) -> tuple[int, EngineError | None, int]:
@@ -313,33 +298,37 @@ class ServerClient(BaseClient):
 
     def check_prompt(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> None:
         """Raise EngineError for a prompt that a server would refuse, or crash on."""
+        outside = [token for token in prompt_ids if not 0 <= token < self.vocab_size]
         if images and not (self.takes_images and self.vision):
             raise EngineError(f"generate: {self} takes no images. Use inference.name=local.")
-        if not prompt_ids:
-            raise EngineError("generate: the prompt is empty; give at least one token.")
-        outside = [token for token in prompt_ids if not 0 <= token < self.vocab_size]
-        if outside:
+        if outside or not 0 < len(prompt_ids) < self.context_length:
             raise EngineError(
-                f"generate: token id {outside[0]} is outside the vocabulary: 0 to {self.vocab_size - 1}."
-            )
-        if len(prompt_ids) >= self.context_length:
-            raise EngineError(
-                f"generate: a prompt of {len(prompt_ids)} tokens leaves no room in the context of {self.context_length}."
+                f"generate: a prompt of {len(prompt_ids)} tokens is not accepted. Accepted: 1 to {self.context_length - 1} "
+                f"ids below {self.vocab_size}, not {outside[:1]}."
             )
 
     def _check_sampled(self, sampled: Sampled, request_id: str) -> None:
+        """Raise UnreachableError for an answer that cannot be what the model sampled for this request."""
         where = f"{self.base_url} answered request {request_id}"
+        token_ids, logprobs = sampled.token_ids, sampled.logprobs
         if sampled.answers not in (None, request_id):
             raise DoubleReplyError(f"{where} with the answer to {sampled.answers}.")
-        if problem := _problem(sampled, self.vocab_size):
-            raise UnreachableError(f"{where} with {problem}.")
-        tokens, logprobs = len(sampled.token_ids), len(sampled.logprobs)
-        if tokens != logprobs:
-            raise DamagedReplyError(f"{where} with {tokens} tokens but {logprobs} log-probs.")
+        if not isinstance(token_ids, list) or not isinstance(logprobs, list):
+            raise UnreachableError(f"{where} without token ids or without log-probs.")
+        starts = [start for start, _ in sampled.versions]
+        if (
+            not (token_ids or sampled.finish_reason == "abort")
+            or not all(type(token) is int and 0 <= token < self.vocab_size for token in token_ids)
+            or (starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] > max(0, len(token_ids) - 1))
+        ):
+            raise UnreachableError(
+                f"{where} with invalid tokens {token_ids!r:.99} or versions from {starts}."
+            )
         least, most = LOGPROBS  # a NaN is not between them
-        if not all(isinstance(item, int | float) and least <= item <= most for item in sampled.logprobs):
+        valid = all(isinstance(item, int | float) and least <= item <= most for item in logprobs)
+        if len(token_ids) != len(logprobs) or not valid:
             raise DamagedReplyError(
-                f"{where} with invalid log-probs (NaN or out of range). Its weights are probably corrupted."
+                f"{where} with missing or invalid log-probs (NaN or out of range). Its weights are probably corrupted."
             )
 
 
@@ -353,29 +342,6 @@ def cut_after(sampled: Sampled, stop_token_ids: Sequence[int]) -> Sampled:
     """Cut an answer after its first stop token; with `ignore_eos` servers continue past them."""
     end = next((place for place, token in enumerate(sampled.token_ids, 1) if token in stop_token_ids), None)
     return sampled if end in (None, len(sampled.token_ids)) else cut(sampled, end)
-
-
-def _is_address(url: str) -> bool:
-    try:
-        found = URL(url)
-    except ValueError:  # such as an invalid port
-        return False
-    return found.scheme in ("http", "https") and bool(found.host)
-
-
-def _problem(sampled: Sampled, vocab_size: int) -> str | None:
-    """Return what is wrong with an answer; None if nothing is."""
-    token_ids, logprobs = sampled.token_ids, sampled.logprobs
-    if not isinstance(token_ids, list) or not isinstance(logprobs, list):
-        return "no token ids or no log-probs"
-    if not token_ids and sampled.finish_reason != "abort":
-        return "no tokens"
-    if not all(type(token) is int and 0 <= token < vocab_size for token in token_ids):
-        return f"token ids outside the vocabulary of {vocab_size}"
-    starts = [start for start, _ in sampled.versions]
-    if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] > max(0, len(token_ids) - 1):
-        return f"versions of the weights that begin at tokens {starts} of {len(token_ids)}"
-    return None
 
 
 def field(answer: Any, name: str, what: str) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError, UnreadableError
@@ -22,9 +22,35 @@ from rl4llm.extensions.servers.clients.server import (
     field,
     sampling_options,
 )
-from rl4llm.extensions.servers.clients.sglang_memory import UNSURE, Held
 
 IDLE_S = 60.0  # for a server to end its requests before it sleeps
+ASLEEP = " asleep:"
+UNSURE = "unsure"
+"""What sleeps while memory is freed or taken: a trainer that dies then leaves this note."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The version of a server's weights, and the kinds of memory that it freed.
+
+    SGLang does not report whether it sleeps, and dies when it is put to sleep twice or woken twice. So the client adds what
+    sleeps to the version of the weights, which the server keeps until it ends. The note survives the trainer that wrote it.
+
+    >>> Held.of("12 asleep:weights").asleep, str(Held("13", frozenset({"weights"})))
+    (frozenset({'weights'}), '13 asleep:weights')
+    """
+
+    version: str
+    asleep: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, text: str) -> Held:
+        """Read what `str` has written."""
+        version, _, asleep = text.partition(ASLEEP)
+        return cls(version, frozenset(filter(None, asleep.split(","))))
+
+    def __str__(self) -> str:
+        return self.version + (ASLEEP + ",".join(sorted(self.asleep)) if self.asleep else "")
 
 
 class SGLangClient(AdaptingClient):
@@ -48,7 +74,6 @@ class SGLangClient(AdaptingClient):
     takes_images = keeps_features = True
     EXPANDS: ClassVar[bool] = True  # every placeholder of a prompt with images becomes an image
     publishers: tuple[str, ...] = ("filesystem", "distributed", "lora")
-    KINDS: ClassVar[tuple[str, ...]] = ("full", "distributed", "lora")
     URL_VARIABLE = "SGLANG_BASE_URL"
     USUAL_URL = "http://127.0.0.1:30000"
     UNSEEN = "Failed to get weights iterator"
@@ -80,8 +105,12 @@ class SGLangClient(AdaptingClient):
             body["extra_key"] = self.weights_name  # the prefix cache of other weights is not used
         answer, adapter = await self._generate(body)
         sampled = _sampled(answer, request_id)
-        if images:
-            self._check_seen(field(answer, "meta_info", request_id).get("prompt_tokens"), len(prompt_ids))
+        tokens = field(answer, "meta_info", request_id).get("prompt_tokens")
+        if images and tokens != len(prompt_ids):
+            raise EngineError(
+                f"{self.base_url} sees {tokens} tokens in a prompt of {len(prompt_ids)} with images. The template must put "
+                "each image between its marks, and the server needs the preprocessor_config.json of model.path."
+            )
         if not {*self._media}.isdisjoint(sampled.token_ids or ()):
             sampled = replace(cut_after(sampled, self._media), finish_reason="length")
         return sampled if adapter is None else replace(sampled, versions=((0, adapter_version(adapter)),))
@@ -102,21 +131,12 @@ class SGLangClient(AdaptingClient):
     def check_prompt(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> None:
         super().check_prompt(prompt_ids, images)
         if images and outside(self._media, prompt_ids, images):
-            raise UnreadableError(
-                f"generate: {self} takes every placeholder for an image, also one that the policy sampled."
-            )
+            raise UnreadableError(f"generate: {self} would take a sampled placeholder for an image.")
 
     @property
     def _media(self) -> Sequence[int]:
         """The tokens that the server takes for images wherever they are."""
         return self.vision.media if self.EXPANDS and self.vision is not None else ()
-
-    def _check_seen(self, seen: Any, given: int) -> None:
-        if seen != given:
-            raise EngineError(
-                f"{self.base_url} sees {seen} tokens in a prompt of {given} with images. The template must put each image "
-                "between its marks, and the server needs the preprocessor_config.json of model.path."
-            )
 
     async def base_version(self) -> int:
         return _version((await self.retry.run(lambda _: self._held())).version)
@@ -130,9 +150,8 @@ class SGLangClient(AdaptingClient):
         return "weights" in (await self.retry.run(lambda _: self._held())).asleep
 
     async def load_weights(self, weight_ref: WeightRef) -> None:
-        ways = {"full": self._from_disk, "distributed": self._broadcast}
         try:
-            await ways[weight_ref.kind](weight_ref)
+            await (self._broadcast if weight_ref.kind == "distributed" else self._from_disk)(weight_ref)
         except EngineError:
             if self.keep_cache:  # else nothing could be flushed
                 await self.attempted("/pause_generation", {"mode": "retract"})
@@ -161,9 +180,8 @@ class SGLangClient(AdaptingClient):
             await self.together.send(self, weight_ref)
         except (EngineError, RuntimeError, OSError) as error:
             raise EngineError(
-                f"{self} could not be sent weights through a process group: {error} The server must be able to reach the "
-                f"trainer at inference.trainer_host={self.trainer_host!r}, and have the same version of NCCL. "
-                "sync.name=filesystem needs neither."
+                f"{self} could not be sent weights: {error} It must reach inference.trainer_host={self.trainer_host!r} and "
+                "have the trainer's version of NCCL, which sync.name=filesystem does not need."
             ) from error
 
     async def transport(self) -> str:
@@ -193,10 +211,11 @@ class SGLangClient(AdaptingClient):
         return await self.http.get("/server_info", deadline_s=30)
 
     async def _held(self) -> Held:
-        """Return the version of the weights and what sleeps; raise EngineError if that is uncertain."""
+        """Return the version of the weights and what sleeps; raise EngineError if a trainer died while that changed."""
         info = await self.http.get("/model_info", deadline_s=30)
         held = Held.of(str(field(info, "weight_version", "/model_info")))
-        held.check_known(self.base_url)
+        if UNSURE in held.asleep:
+            raise EngineError(f"{self} may be asleep or awake, since a trainer ended. Restart it.")
         return held
 
     async def pause(self, mode: str = "") -> None:
@@ -252,20 +271,14 @@ class SGLangClient(AdaptingClient):
                 return await self.flush()
             except RefusedError as error:
                 if time.monotonic() > ends:
-                    raise EngineError(
-                        f"{self.base_url} still has requests {IDLE_S:g} s after an abort, so it cannot sleep: {error}"
-                    ) from error
+                    raise EngineError(f"{self.base_url} is busy, so it cannot sleep: {error}") from error
             await asyncio.sleep(0.1)
 
     async def _check_saver(self) -> None:
         """Raise ConfigError for a server that would keep its memory; on a CPU none frees any."""
         info = await self._info()
         if info.get("device") != "cpu" and not info.get("enable_memory_saver"):
-            raise ConfigError(
-                f"inference.cohost=true needs a server that can free its memory, and {self.base_url} was started without "
-                "--enable-memory-saver. Start it with that flag (its environment needs torch-memory-saver), or use "
-                "scripts/train_cohost.sh."
-            )
+            raise ConfigError(f"inference.cohost=true: start {self.base_url} with --enable-memory-saver.")
 
     async def health(self) -> dict[str, Any]:
         """Return what the server reports about itself, after it generated a token if it is awake."""
@@ -296,9 +309,7 @@ class SGLangClient(AdaptingClient):
             named[place.offset : place.end] = [0] * place.length
         labelled = [0 if token == self.vocab_size - 1 else token for token in named]
         if scores is None or _column(rows, 1) not in (named, labelled):
-            raise UnreachableError(
-                f"{self.base_url} did not score the {len(token_ids)} tokens of request {request_id}."
-            )
+            raise UnreachableError(f"{self.base_url} did not score the tokens of request {request_id}.")
         return [float("nan") if score is None else float(score) for score in scores[1:]]
 
     async def admin(self, path: str, body: Mapping[str, Any], deadline_s: float | None = None) -> Any:

@@ -27,7 +27,9 @@ from rl4llm.runtime.seeds import derive_seed
 FLOOR = -9999.0  # what vLLM writes where a log-prob is NaN or -inf, since JSON has neither
 PIECES = 32  # of a turn, at most; each publish ends one
 LEAST_TEMPERATURE = 0.01  # below it, vLLM samples at this temperature, with no more than a line in its log
-START = "Start the server with scripts/launch_vllm.sh, or with the same options"
+START = (
+    "Start the server with scripts/launch_vllm.sh, or with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls."
+)
 
 
 class VLLMClient(AdaptingClient):
@@ -54,7 +56,6 @@ class VLLMClient(AdaptingClient):
 
     takes_images = True
     publishers = ("filesystem", "lora")
-    KINDS = ("full", "lora")
     ADAPTERS_AT = "/v1"
     URL_VARIABLE = "VLLM_BASE_URL"
     USUAL_URL = "http://127.0.0.1:8000"
@@ -122,17 +123,12 @@ class VLLMClient(AdaptingClient):
         """Forget the prefix cache; raise EngineError while requests use it."""
         answer = await self._again_if_needed("/reset_prefix_cache")
         if isinstance(answer, Mapping) and answer.get("success") is False:
-            raise EngineError(
-                f"{self.base_url} could not reset its prefix cache: requests are using it. Pause first."
-            )
+            raise EngineError(f"{self.base_url} could not reset its prefix cache. Pause first.")
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Free device memory, after running requests have ended; vLLM keeps a copy of the weights in main memory."""
         if not (await self._reads.get()).can_sleep:
-            raise ConfigError(
-                f"inference.cohost=true needs a server that can free its memory, and {self.base_url} was started without "
-                "--enable-sleep-mode. Start it with that flag."
-            )
+            raise ConfigError(f"inference.cohost=true: start {self.base_url} with --enable-sleep-mode.")
         await self._note(("weights", "kv_cache"))  # whatever was asked for
         await self.admin("/sleep?level=1&mode=wait")
 
@@ -212,32 +208,24 @@ class VLLMClient(AdaptingClient):
     def _check_base(self, held: HeldVersions, adapter: str | None) -> None:
         if adapter is None and held.adapters_leak:
             raise EngineError(
-                f"{self.base_url} holds LoRA adapters, and on a CPU vLLM also applies them to requests for the model "
-                "itself. Name an adapter, load full weights, or use another server."
+                f"{self} would also apply its LoRA adapters to the model itself. Use another server."
             )
 
     async def _served_model(self) -> str:
         """Return the model's name on the server, after a check that the server's context is long enough."""
         if self._model is None or not self._checked_context:
-            bases = [item for item in await self.models(retries=False) if not item.get("parent")]
-            known = [str(item.get("id")) for item in bases]
-            name = self._model or next(iter(known), "")
-            if name not in known:
+            models = await self.models(retries=False)
+            longest = {
+                str(item.get("id")): item.get("max_model_len") for item in models if not item.get("parent")
+            }
+            name = self._model or next(iter(longest), "")
+            if name not in longest or (longest[name] or self.context_length) < self.context_length:
                 raise ConfigError(
-                    f"inference.model={name!r} is not served by {self.base_url}. Served: {', '.join(known)}."
+                    f"{self.base_url} serves {longest} (--max-model-len), which do not fit inference.model={name!r} with "
+                    f"inference.context_length={self.context_length}. Change the server or these keys."
                 )
-            self._check_context(bases[known.index(name)])
             self._model, self._checked_context = name, True
         return self._model
-
-    def _check_context(self, model: Mapping[str, Any]) -> None:
-        longest = model.get("max_model_len")
-        if longest is not None and longest < self.context_length:
-            raise ConfigError(
-                f"{self.base_url} accepts at most {longest} tokens, less than "
-                f"inference.context_length={self.context_length}. Start it with --max-model-len {self.context_length}, or "
-                f"set inference.context_length={longest}."
-            )
 
     async def _ask_workers(
         self, method: str, *arguments: str, deadline_s: float | None = None
@@ -247,13 +235,10 @@ class VLLMClient(AdaptingClient):
         deadline_s = deadline_s or self.admin_deadline_s
         try:
             return held_by(await self.http.post("/collective_rpc", body, deadline_s=deadline_s))
-        except RefusedError as error:
-            raise EngineError(
-                f"{error} {START}: VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls."
-            ) from error
-        except UnreachableError as error:  # vLLM answers 500 to every error of a worker
-            if "has no attribute" in str(error) and method in str(error):
-                raise EngineError(f"{error} {START}: --worker-extension-cls.") from error
+        except (RefusedError, UnreachableError) as error:  # vLLM answers 500 to every error of a worker
+            lacks = "has no attribute" in str(error) and method in str(error)
+            if lacks or isinstance(error, RefusedError):
+                raise EngineError(f"{error} {START}") from error
             if self.UNSEEN in str(error):
                 raise RefusedError(str(error)) from error
             raise
@@ -269,27 +254,15 @@ class VLLMClient(AdaptingClient):
 def check_convention(logprobs_mode: str, params: SamplingParams) -> None:
     """Raise ConfigError if a server in this mode cannot give the log-probs that `Completion` requires."""
     temperature, filtered = params.temperature, params.top_p < 1.0 or params.top_k > 0
-    if 0.0 < temperature < LEAST_TEMPERATURE:
+    accepted = {
+        "processed_logprobs": temperature == 0.0 or not filtered,
+        "raw_logprobs": temperature in (0.0, 1.0),
+    }
+    if 0.0 < temperature < LEAST_TEMPERATURE or not accepted.get(logprobs_mode):
         raise ConfigError(
-            f"temperature={temperature:g} is not accepted with vLLM. Accepted: 0 (greedy), {LEAST_TEMPERATURE} or above."
-        )
-    if logprobs_mode == "processed_logprobs":
-        if temperature > 0.0 and filtered:
-            other = "Start vLLM with --logprobs-mode raw_logprobs, or set" if temperature == 1.0 else "Set"
-            raise ConfigError(
-                f"top_p={params.top_p:g} with top_k={params.top_k}: a vLLM server with --logprobs-mode processed_logprobs "
-                f"returns log-probs after these filters, but training needs those before. {other} top_p=1 and top_k=0."
-            )
-    elif logprobs_mode == "raw_logprobs":
-        if temperature not in (0.0, 1.0):
-            raise ConfigError(
-                f"temperature={temperature:g}: a vLLM server with --logprobs-mode raw_logprobs, its default, returns "
-                "log-probs at temperature 1. Start it with --logprobs-mode processed_logprobs and set top_p=1 and top_k=0."
-            )
-    else:
-        raise ConfigError(
-            f"vLLM's --logprobs-mode {logprobs_mode} returns no log-probs. Start it with processed_logprobs (any "
-            "temperature, without top-p and top-k) or raw_logprobs (temperature 1)."
+            f"temperature={temperature:g}, top_p={params.top_p:g}, top_k={params.top_k} do not fit --logprobs-mode "
+            f"{logprobs_mode} of vLLM. Accepted: processed_logprobs with temperature 0, or with {LEAST_TEMPERATURE} or "
+            "above, top_p=1 and top_k=0; raw_logprobs with temperature 0 or 1."
         )
 
 

@@ -53,11 +53,9 @@ class FreshReads:
 def held_by(answer: Any) -> HeldVersions:
     """Combine the workers' reports: the version is valid only if all of them hold it."""
     workers = field(answer, "results", "/collective_rpc")
-    if not isinstance(workers, list) or not workers:
-        raise UnreachableError("A vLLM server's answer to /collective_rpc contains no worker.")
-    versions = [field(worker, "version", "/collective_rpc") for worker in workers]
-    if not all(isinstance(version, int) for version in versions):
-        raise UnreachableError(f"A vLLM server's workers report invalid versions {versions!r}.")
+    versions = [field(worker, "version", "/collective_rpc") for worker in workers or ()]
+    if not versions or not all(isinstance(version, int) for version in versions):
+        raise UnreachableError(f"A vLLM server's workers report versions {versions!r}.")
     ids = tuple(str(field(worker, "id", "/collective_rpc")) for worker in workers)
     replaced = tuple(str(worker.get("replaced")) for worker in workers)
     mode = str(field(workers[0], "logprobs_mode", "/collective_rpc"))

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl4llm.core.errors import EngineError, RefusedError, UnreachableError
+from rl4llm.core.errors import EngineError, RefusedError
 from rl4llm.core.images import ImagePlace
 from rl4llm.extensions.servers.clients.images import data_uri, feature_name
 from rl4llm.extensions.servers.clients.server import field
@@ -64,9 +64,7 @@ class RenderedImages:
                 RENDER, {"model": model, "messages": [{"role": "user", "content": [part]}]}
             )
         except RefusedError as error:
-            raise EngineError(
-                f"{error} Start the server with --enable-scale-out, which images need."
-            ) from error
+            raise EngineError(f"{error} Images need --enable-scale-out of the server.") from error
         found = field(answer, "features", RENDER)
         (data,), (at,) = (
             field(found, "kwargs_data", RENDER)["image"],
@@ -74,12 +72,10 @@ class RenderedImages:
         )
         if at["length"] != place.length:
             raise EngineError(
-                f"{self._where} makes {at['length']} tokens of an image of {place.length}. Start it with the files of the "
-                "image processor (preprocessor_config.json) that model.path has."
+                f"{self._where} makes {at['length']} tokens of an image of {place.length}. Start it with the "
+                "preprocessor_config.json of model.path."
             )
-        if not isinstance(data, str):
-            raise UnreachableError(f"{self._where} rendered an image without its tensors.")
-        return data
+        return str(data)
 
 
 def with_features(
@@ -102,9 +98,7 @@ def as_completion(answer: Any, prompt_ids: list[int], where: str) -> dict[str, A
     Raises EngineError if the server read other tokens than these.
     """
     if field(answer, "prompt_token_ids", where) != prompt_ids:
-        raise EngineError(
-            f"{where}: the server read other tokens than those of the prompt, which has images."
-        )
+        raise EngineError(f"{where} read other tokens than those of the prompt, which has images.")
     choices = []
     for choice in field(answer, "choices", where):
         content = (choice.get("logprobs") or {}).get("content")

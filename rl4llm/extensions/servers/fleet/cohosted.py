@@ -57,10 +57,6 @@ class CohostedFleet(FleetClient):
             ("weights",): (DeviceState.ASLEEP, DeviceState.EMPTY),
             ("kv_cache",): (DeviceState.LOADED, DeviceState.READY),
         }
-        if tuple(tags) not in order:
-            raise EngineError(
-                f"wake: tags={tuple(tags)} is not accepted on a shared device. Accepted: weights, then kv_cache."
-            )
         before, after = order[tuple(tags)]
         self._demand(f"wake {tags[0]}", before)
         await super().wake(tags)

@@ -61,15 +61,10 @@ class FleetClient(BaseClient):
         limits: FleetLimits | None = None,
         warn: Callable[[str], None] = logger.warning,
     ):
-        urls = [client.base_url for client in members]
-        if not urls or len(set(urls)) < len(urls):
-            raise ConfigError(
-                f"inference.url={urls} is not accepted. Accepted: one or more addresses, each of them once."
-            )
         if router and not router.SAYS_VERSIONS:
             raise ConfigError(
-                f"inference.router={router.base_url!r} is not accepted for {type(router).__name__}: replies of such "
-                "servers do not contain the version of the weights. Remove it, and set inference.url to a list of servers."
+                f"inference.router={router.base_url!r} is not accepted for {type(router).__name__}, whose replies lack the "
+                "version of the weights. Set inference.url to a list of servers."
             )
         self.publishers = members[0].publishers
         self.context_length = min(client.context_length for client in members)
@@ -84,7 +79,6 @@ class FleetClient(BaseClient):
         self._pool = self._upkeep.pool
         self._names = RequestNames()
         self._homes = Homes()
-        self._absent = members[0].absent
         self._measured_at = time.monotonic()
 
     def __str__(self) -> str:
@@ -107,7 +101,6 @@ class FleetClient(BaseClient):
             request_id = f"{name}/a{trip.attempts}"
             completion = await member.client.attempt(prompt_ids, sampling_params, request_id, images)
             self._check_version(member, before, completion)
-            self._warn_of_absent(completion)
             return completion
 
         try:
@@ -115,16 +108,6 @@ class FleetClient(BaseClient):
         finally:
             if not session:
                 self._homes.release(name)
-
-    def _warn_of_absent(self, completion: Completion) -> None:
-        """Warn, once, of sampled ids without a token. A bias that excludes them would change the servers' log-probs."""
-        found = self._absent.intersection(completion.token_ids)
-        if found:
-            self._absent = frozenset()
-            self._pool.warn(
-                f"A server sampled the id {min(found)}, for which the tokenizer has no token (padded vocabulary). It has no "
-                "text and trains like any other; the embedded engine never samples it."
-            )
 
     async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
         trip = Trip(self._names.next("", "score"))
@@ -291,7 +274,4 @@ class FleetClient(BaseClient):
             return
         newest = target.version + target.held  # another rank may have published the next one meanwhile
         if not before <= min(versions) <= max(versions) <= newest:
-            raise StaleReplyError(
-                f"{member} answered with version {versions} of the weights; it was verified to hold version {before}, and "
-                f"the newest is {target.version}"
-            )
+            raise StaleReplyError(f"{member} answered with version {versions}, not {before} to {newest}")

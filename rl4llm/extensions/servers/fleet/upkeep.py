@@ -83,9 +83,7 @@ class Upkeep:
         if not self.serving():
             refusals = [problem for problem in problems if not isinstance(problem, UnreachableError)]
             if refusals:
-                raise EngineError(
-                    f"No server could load version {weight_ref.version}. {refusals[0]}"
-                ) from refusals[0]
+                raise refusals[0]
             await self.pool.wait(self.serving)
         self._compare()
 
@@ -135,11 +133,10 @@ class Upkeep:
             return
         [(checksum, most), *_] = Counter(member.checksum for member in pool).most_common()
         if 2 * most <= len(pool):
-            held = "; ".join(f"{member}: {member.checksum}" for member in pool)
+            digests = "; ".join(f"{member}: {member.checksum}" for member in pool)
             raise StaleWeightsError(
-                f"The servers report version {pool[0].version} but hold different weights, and no majority agrees "
-                f"({held}). Start all servers with the same flags (dtype, parallelism). If they have the same, look for "
-                "corrupted files."
+                f"The servers report version {pool[0].version} but hold different weights ({digests}). Start all servers "
+                "with the same flags (dtype, parallelism), and look for corrupted files."
             )
         self.checksum = checksum
         for member in pool:
@@ -195,9 +192,7 @@ class Upkeep:
         if self.target and self.target.held:  # another rank publishes, perhaps just now
             known |= {self.target.version, self.target.version + 1}
         if member.version is not None and version not in known:
-            raise StaleWeightsError(
-                f"it reports version {version} of the weights, but was verified to hold version {member.version}"
-            )
+            raise StaleWeightsError(f"it reports version {version} of the weights, not {member.version}")
         if member.suspect and self.checksum is not None and await member.client.checksum() != self.checksum:
             raise StaleWeightsError(f"its weights of version {version} have changed")
         member.suspect = False
@@ -227,9 +222,7 @@ class Upkeep:
         if not await self._holds(member, target, loaded=False):
             await member.client.load(target)
             if not await self._holds(member, target, loaded=True):
-                raise StaleWeightsError(
-                    f"it loaded version {target.version} again, but its weights still differ from those of the other servers"
-                )
+                raise StaleWeightsError(f"its weights of version {target.version} differ from the others'")
         member.version = target.version
 
     async def _holds(self, member: Member, target: WeightRef, *, loaded: bool) -> bool:

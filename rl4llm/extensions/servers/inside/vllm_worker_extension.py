@@ -55,9 +55,7 @@ class WeightsExtension:
         """
         shapes = shapes_of(Path(path))
         if self.rl4llm_shapes is not None and self.rl4llm_shapes != shapes:
-            raise ValueError(
-                f"{path} is refused, the weights are unchanged: {difference(self.rl4llm_shapes, shapes)}"
-            )
+            raise ValueError(f"{path} is refused: {difference(self.rl4llm_shapes, shapes)}")
         self._rl4llm_hold(NEVER_LOADED)  # stays if loading fails, since half of the weights may be new
         self.reload_weights(weights_path=path)
         if self.device.type == "cpu":
