@@ -192,17 +192,22 @@ def serve(arguments: Sequence[str], *, engine: str | None = None) -> int:
     of servers loads the newest weights before using it. After Ctrl-C the exit code is 130. SIGTERM raises SystemExit
     after the server and its processes have ended.
     """
-    own, flags = _parser(engine).parse_known_args(arguments)
-    if own.cpu:
+    options, flags = _parser(engine).parse_known_args(arguments)
+    if options.cpu:
         say("Running on a CPU, for tests and small models only.")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
     server = launch(
-        own.engine, flags, python=own.python, cpu=own.cpu, log=own.log, ready_within_s=own.ready_within
+        options.engine,
+        flags,
+        python=options.python,
+        cpu=options.cpu,
+        log=options.log,
+        ready_within_s=options.ready_within,
     )
     say(f"Starting {server.name}; its log is {server.log}")
     try:
-        _keep(server, own.restarts)
+        _keep(server, options.restarts)
     except KeyboardInterrupt:
         say(f"{server.name} has stopped.")
         return 128 + signal.SIGINT

@@ -141,15 +141,15 @@ def server_command(
     host = where["--host"] or "127.0.0.1"
     port = int(where["--port"] or kind.usual_port) or free_port(host)
     flags += _key(engine, host, flags)
-    if kind.second_port and not _given(kind.second_port, flags):
+    if kind.second_port and not _has(kind.second_port, flags):
         flags += [kind.second_port, str(free_port("127.0.0.1", but=port))]
     added = {**kind.flags, **(kind.cpu_flags if cpu else {})}
-    if cpu and kind.cpu_module and (_given("--enable-lora", flags) or _given("--lora-paths", flags)):
+    if cpu and kind.cpu_module and (_has("--enable-lora", flags) or _has("--lora-paths", flags)):
         added["--lora-backend"] = "torch_native"
     for name, value in added.items():
-        if not _given(name, flags):
+        if not _has(name, flags):
             flags += [name] if value is None else [name, value]
-    flags, keys = _apart(flags)
+    flags, keys = _split_keys(flags)
     module = (cpu and kind.cpu_module) or kind.module
     start = [str(SERVERS / "with_flags.py") if keys else "-m", *module]
     variables = {**kind.environment, **(kind.cpu_environment if cpu else {})}
@@ -161,7 +161,7 @@ def server_command(
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(SERVERS), os.environ.get("PYTHONPATH")])
         )
-    if any(_given(name, flags) for name in SLEEPS):  # memory in expandable segments cannot be freed
+    if any(_has(name, flags) for name in SLEEPS):  # memory in expandable segments cannot be freed
         environment |= {
             name: os.environ[name].replace("expandable_segments:True", "expandable_segments:False")
             for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -176,17 +176,17 @@ def _taken_out(flags: Sequence[str], *names: str) -> tuple[dict[str, str | None]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
         parser.add_argument(name, dest=name, nargs="?")
-    values, others = parser.parse_known_args(flags)
-    return vars(values), others
+    values, rest = parser.parse_known_args(flags)
+    return vars(values), rest
 
 
-def _given(name: str, flags: Sequence[str]) -> bool:
+def _has(name: str, flags: Sequence[str]) -> bool:
     return any(word == name or word.startswith(f"{name}=") for word in flags)
 
 
-def _apart(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_keys(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the flags into those without and those with keys, each with one value or more."""
-    shown: list[str] = []
+    plain: list[str] = []
     secret: list[str] = []
     words = list(flags)
     while words:
@@ -199,8 +199,8 @@ def _apart(flags: Sequence[str]) -> tuple[list[str], list[str]]:
         elif keys and equals:
             secret += [name, value]
         else:
-            shown.append(name + equals + value)
-    return shown, secret
+            plain.append(name + equals + value)
+    return plain, secret
 
 
 def _key(engine: str, host: str, flags: Sequence[str]) -> list[str]:

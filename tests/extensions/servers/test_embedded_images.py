@@ -149,7 +149,7 @@ def test_openai_chat_sees_the_images_of_its_parts(seer):
 def asked_for(seer):
     """Return the fields of a request with two images, as the client sends them."""
     ids, places = seer.prompt([5], 0, [9], 1, [40])
-    return seer.client_of(seer.url)._shown(ids, places)
+    return seer.client_of(seer.url)._prompt(ids, places)
 
 
 def test_images_that_do_not_fit_their_request_are_refused(seer, client):

@@ -29,11 +29,11 @@ class EmbeddedClient(SGLangClient):
     UNSEEN = "does not exist on the server's machine"
     SEEDS = 2**63
 
-    def _shown(self, token_ids: list[int], images: Sequence[ImagePlace]) -> dict[str, Any]:
+    def _prompt(self, token_ids: list[int], images: Sequence[ImagePlace]) -> dict[str, Any]:
         """Return the fields of a request for exactly these tokens; the server compares digests and lengths with its own."""
         if self.vision is None or not images:
             return {"input_ids": token_ids}
-        given = [
+        places = [
             {
                 "digest": place.image.digest,
                 "offset": place.offset,
@@ -42,12 +42,12 @@ class EmbeddedClient(SGLangClient):
             }
             for place in images
         ]
-        return {"input_ids": token_ids, "images": given}
+        return {"input_ids": token_ids, "images": places}
 
     async def _generate(self, body: Mapping[str, Any]) -> tuple[Any, str | None]:
         answer, adapter = await super()._generate(body)
-        given = [image["digest"] for image in body.get("images", ())]
-        if given and field(answer, "meta_info", "/generate").get("images") != given:
+        digests = [image["digest"] for image in body.get("images", ())]
+        if digests and field(answer, "meta_info", "/generate").get("images") != digests:
             raise EngineError(f"{self} did not get the images of a request. Remove inference.router.")
         return answer, adapter
 

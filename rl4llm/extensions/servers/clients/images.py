@@ -41,11 +41,11 @@ def collapsed(token_ids: Sequence[int], images: Sequence[ImagePlace]) -> list[in
     >>> collapsed([5, 9, 9, 9, 6], [ImagePlace(Image("", 28, 84), 1, 3)])
     [5, 9, 6]
     """
-    done, found = 0, list[int]()
+    done, ids = 0, list[int]()
     for place in images:
-        found += token_ids[done : place.offset + 1]
+        ids += token_ids[done : place.offset + 1]
         done = place.end
-    return found + list(token_ids[done:])
+    return ids + list(token_ids[done:])
 
 
 def outside(tokens: Sequence[int], token_ids: Sequence[int], images: Sequence[ImagePlace]) -> bool:

@@ -30,13 +30,13 @@ UNSURE = "unsure"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ServerState:
     """The version of a server's weights, and the kinds of memory that it freed.
 
     SGLang does not report whether it sleeps, and dies when it is put to sleep twice or woken twice. So the client adds what
     sleeps to the version of the weights, which the server keeps until it ends. The note survives the trainer that wrote it.
 
-    >>> Held.of("12 asleep:weights").asleep, str(Held("13", frozenset({"weights"})))
+    >>> ServerState.of("12 asleep:weights").asleep, str(ServerState("13", frozenset({"weights"})))
     (frozenset({'weights'}), '13 asleep:weights')
     """
 
@@ -44,7 +44,7 @@ class Held:
     asleep: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, text: str) -> Held:
+    def of(cls, text: str) -> ServerState:
         """Read what `str` has written."""
         version, _, asleep = text.partition(ASLEEP)
         return cls(version, frozenset(filter(None, asleep.split(","))))
@@ -96,7 +96,7 @@ class SGLangClient(AdaptingClient):
     ) -> Sampled:
         body = {
             "rid": request_id,
-            **self._shown(prompt_ids, images),
+            **self._prompt(prompt_ids, images),
             "sampling_params": {**_sampling(params), "sampling_seed": params.seed % self.SEEDS},
             "return_logprob": True,
             "stream": False,
@@ -115,18 +115,18 @@ class SGLangClient(AdaptingClient):
             sampled = replace(cut_after(sampled, self._media), finish_reason="length")
         return sampled if adapter is None else replace(sampled, versions=((0, adapter_version(adapter)),))
 
-    def _shown(self, token_ids: list[int], images: Sequence[ImagePlace]) -> dict[str, Any]:
+    def _prompt(self, token_ids: list[int], images: Sequence[ImagePlace]) -> dict[str, Any]:
         """Return the fields of a request for tokens and their images; SGLang spreads each image from one token."""
         if self.vision is None or not images:
             return {"input_ids": token_ids}
-        shown: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "input_ids": collapsed(token_ids, images),
             "image_data": [data_uri(self.vision, place.image) for place in images],
         }
         if self.vision.config.model_type in UNNAMED:  # where SGLang's own names do, since the tower is frozen
-            return shown
+            return fields
         names = [feature_name(place.image, self.weights_name) for place in images]
-        return {**shown, "mm_hashes": names}
+        return {**fields, "mm_hashes": names}
 
     def check_prompt(self, prompt_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> None:
         super().check_prompt(prompt_ids, images)
@@ -139,7 +139,7 @@ class SGLangClient(AdaptingClient):
         return self.vision.media if self.EXPANDS and self.vision is not None else ()
 
     async def base_version(self) -> int:
-        return _version((await self.retry.run(lambda _: self._held())).version)
+        return _version((await self.retry.run(lambda _: self._state())).version)
 
     async def checksum(self) -> str:
         """Return a digest of the weights on the server: the same weights give the same digest on every server."""
@@ -147,7 +147,7 @@ class SGLangClient(AdaptingClient):
         return str(field(answer, "per_engine_checksum", "/weights_checker"))
 
     async def lacks_weights(self) -> bool:
-        return "weights" in (await self.retry.run(lambda _: self._held())).asleep
+        return "weights" in (await self.retry.run(lambda _: self._state())).asleep
 
     async def load_weights(self, weight_ref: WeightRef) -> None:
         try:
@@ -166,7 +166,7 @@ class SGLangClient(AdaptingClient):
 
     async def _from_disk(self, weight_ref: WeightRef) -> None:
         """Have the server load a version from its files."""
-        version = str(replace(await self._held(), version=str(weight_ref.version)))
+        version = str(replace(await self._state(), version=str(weight_ref.version)))
         body = {"model_path": weight_ref.path, "weight_version": version, "flush_cache": not self.keep_cache}
         await self.admin("/update_weights_from_disk", {**body, **self._numerics()})
 
@@ -210,13 +210,13 @@ class SGLangClient(AdaptingClient):
     async def _info(self) -> Mapping[str, Any]:
         return await self.http.get("/server_info", deadline_s=30)
 
-    async def _held(self) -> Held:
+    async def _state(self) -> ServerState:
         """Return the version of the weights and what sleeps; raise EngineError if a trainer died while that changed."""
         info = await self.http.get("/model_info", deadline_s=30)
-        held = Held.of(str(field(info, "weight_version", "/model_info")))
-        if UNSURE in held.asleep:
+        state = ServerState.of(str(field(info, "weight_version", "/model_info")))
+        if UNSURE in state.asleep:
             raise EngineError(f"{self} may be asleep or awake, since a trainer ended. Restart it.")
-        return held
+        return state
 
     async def pause(self, mode: str = "") -> None:
         """Stop generating. "retract" keeps requests and recomputes their cache afterwards, "in_place" keeps the cache too,
@@ -226,7 +226,7 @@ class SGLangClient(AdaptingClient):
 
     async def resume(self) -> None:
         """Continue after `pause`. A server that sleeps stays paused, since it would compute with memory that it freed."""
-        if not (await self._held()).asleep:
+        if not (await self._state()).asleep:
             await self.admin("/continue_generation", {})
 
     async def abort(self, request_id: str = "") -> None:
@@ -239,28 +239,28 @@ class SGLangClient(AdaptingClient):
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """End all requests, pause, and free the memory that is not free yet."""
-        held = await self.retry.run(lambda _: self._held())
-        if wanted := sorted(set(tags) - held.asleep):
+        state = await self.retry.run(lambda _: self._state())
+        if parts := sorted(set(tags) - state.asleep):
             await self._check_saver()
             await self.admin("/pause_generation", {"mode": "abort"}, IDLE_S)
             await self._until_idle()
-            await self._move("/release_memory_occupation", wanted, held, held.asleep.union(wanted))
+            await self._move("/release_memory_occupation", parts, state, state.asleep.union(parts))
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Take the memory that is free again, and continue when no part is missing."""
-        held = await self.retry.run(lambda _: self._held())
-        if wanted := sorted(held.asleep.intersection(tags)):
-            await self._move("/resume_memory_occupation", wanted, held, held.asleep.difference(wanted))
+        state = await self.retry.run(lambda _: self._state())
+        if parts := sorted(state.asleep.intersection(tags)):
+            await self._move("/resume_memory_occupation", parts, state, state.asleep.difference(parts))
         await self.resume()
 
-    async def _move(self, path: str, tags: Sequence[str], held: Held, asleep: frozenset[str]) -> None:
+    async def _move(self, path: str, tags: Sequence[str], state: ServerState, asleep: frozenset[str]) -> None:
         """Free memory or take it, with a note before and after."""
-        await self._note(replace(held, asleep=frozenset({UNSURE})))
+        await self._note(replace(state, asleep=frozenset({UNSURE})))
         await self.admin(path, {"tags": tags})
-        await self._note(replace(held, asleep=asleep))
+        await self._note(replace(state, asleep=asleep))
 
-    async def _note(self, held: Held) -> None:
-        body = {"new_version": str(held), "abort_all_requests": False}
+    async def _note(self, state: ServerState) -> None:
+        body = {"new_version": str(state), "abort_all_requests": False}
         await self.admin("/update_weight_version", body)
 
     async def _until_idle(self) -> None:
@@ -282,7 +282,7 @@ class SGLangClient(AdaptingClient):
 
     async def health(self) -> dict[str, Any]:
         """Return what the server reports about itself, after it generated a token if it is awake."""
-        if not (await self._held()).asleep:
+        if not (await self._state()).asleep:
             await self.http.get("/health", deadline_s=30)
         return await self.http.get("/server_info", deadline_s=30)
 
@@ -295,7 +295,7 @@ class SGLangClient(AdaptingClient):
     ) -> list[float]:
         body = {
             "rid": request_id,
-            **self._shown(token_ids, images),
+            **self._prompt(token_ids, images),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": 0,

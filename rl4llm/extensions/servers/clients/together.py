@@ -211,8 +211,8 @@ class Together:
         }
         firsts = accumulate(ranks, initial=1)
         joining = [
-            client.admin("/init_weights_update_group", {**body, "rank_offset": first})
-            for client, first in zip(clients, firsts, strict=False)
+            client.admin("/init_weights_update_group", {**body, "rank_offset": rank})
+            for client, rank in zip(clients, firsts, strict=False)
         ]
         await _meet(joining, group.connect)
         return group

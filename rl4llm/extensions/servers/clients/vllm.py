@@ -76,11 +76,12 @@ class VLLMClient(AdaptingClient):
         turn = Sampled([], [], "abort", ())
         for number in range(PIECES):
             start = len(turn.token_ids)
-            left = params.replace(max_tokens=params.max_tokens - start)
+            remaining = params.replace(max_tokens=params.max_tokens - start)
             name = request_id
             if number:
-                left, name = left.replace(seed=derive_seed(params.seed, number)), f"{request_id}/{number}"
-            piece = await self._sample([*prompt_ids, *turn.token_ids], left, name, images)
+                name = f"{request_id}/{number}"
+                remaining = remaining.replace(seed=derive_seed(params.seed, number))
+            piece = await self._sample([*prompt_ids, *turn.token_ids], remaining, name, images)
             self._check_sampled(piece, name)
             turn = joined(turn, piece)
             if (end := self._split_stop(turn.token_ids, start, params)) is not None:
@@ -178,26 +179,26 @@ class VLLMClient(AdaptingClient):
         token_ids: list[int],
         images: Sequence[ImagePlace],
         body: dict[str, Any],
-        held: HeldVersions,
+        state: HeldVersions,
         adapter: str | None,
     ) -> Any:
         model = await self._served_model()
         if self.vision is None or not images:
             body = {"model": adapter or model, "prompt": token_ids, **body}
             return await self.post_with(adapter, "/v1/completions", body)
-        features = await self._rendered.features(self.vision, images, model, "/".join(held.ids))
+        features = await self._rendered.features(self.vision, images, model, "/".join(state.ids))
         body = with_features(body, adapter or model, token_ids, features)
         return as_completion(await self.post_with(adapter, GENERATE, body), token_ids, str(self))
 
     async def score_once(
         self, token_ids: list[int], request_id: str, images: Sequence[ImagePlace]
     ) -> list[float]:
-        held = await self._reads.get()
-        check_convention(held.logprobs_mode, SamplingParams())
-        self._check_base(held, self.adapter)
+        state = await self._reads.get()
+        check_convention(state.logprobs_mode, SamplingParams())
+        self._check_base(state, self.adapter)
         body = {"request_id": request_id, "return_token_ids": True, "max_tokens": 1, "temperature": 1.0}
         body["prompt_logprobs"] = 0
-        answer = await self._post_completion(token_ids, images, body, held, self.adapter)
+        answer = await self._post_completion(token_ids, images, body, state, self.adapter)
         rows = field(_choice(answer, request_id), "prompt_logprobs", request_id)
         if not isinstance(rows, list) or len(rows) != len(token_ids):
             raise UnreachableError(f"{self.base_url} did not score all of {len(token_ids)} tokens.")
@@ -205,8 +206,8 @@ class VLLMClient(AdaptingClient):
         scores = [field(field(row, str(token), request_id), "logprob", request_id) for row, token in pairs]
         return [float("nan") if score is None else _number(score) for score in scores]
 
-    def _check_base(self, held: HeldVersions, adapter: str | None) -> None:
-        if adapter is None and held.adapters_leak:
+    def _check_base(self, state: HeldVersions, adapter: str | None) -> None:
+        if adapter is None and state.adapters_leak:
             raise EngineError(
                 f"{self} would also apply its LoRA adapters to the model itself. Use another server."
             )
@@ -267,8 +268,8 @@ def check_convention(logprobs_mode: str, params: SamplingParams) -> None:
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    own = {"max_tokens": params.max_tokens, "top_k": params.top_k, "seed": params.seed % 2**63}
-    return {**sampling_options(params), **own}
+    options = {"max_tokens": params.max_tokens, "top_k": params.top_k, "seed": params.seed % 2**63}
+    return {**sampling_options(params), **options}
 
 
 def _sampled(answer: Any, request_id: str, version: int) -> Sampled:

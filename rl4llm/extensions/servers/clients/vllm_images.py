@@ -47,10 +47,10 @@ class RenderedImages:
             if digest not in self._kept:
                 self._kept[digest] = await self._render(vision, place, model)
             self._kept.move_to_end(digest)
-            found = self._kept[digest]
+            data = self._kept[digest]
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return found
+        return data
 
     async def _render(self, vision: Vision, place: ImagePlace, model: str) -> str:
         url = {"url": data_uri(vision, place.image)}
@@ -65,10 +65,10 @@ class RenderedImages:
             )
         except RefusedError as error:
             raise EngineError(f"{error} Images need --enable-scale-out of the server.") from error
-        found = field(answer, "features", RENDER)
+        features = field(answer, "features", RENDER)
         (data,), (at,) = (
-            field(found, "kwargs_data", RENDER)["image"],
-            field(found, "mm_placeholders", RENDER)["image"],
+            field(features, "kwargs_data", RENDER)["image"],
+            field(features, "mm_placeholders", RENDER)["image"],
         )
         if at["length"] != place.length:
             raise EngineError(

@@ -47,11 +47,11 @@ class NativeRequest:
 def read_native(body: Any) -> NativeRequest:
     """Check a request's JSON. Raises RequestError."""
     options = object_of(object_of(body).get("sampling_params", {}))
-    for fields, known, neutral in ((body, FIELDS, ADDED), (options, SAMPLED, NEUTRAL)):
+    for fields, names, neutral in ((body, FIELDS, ADDED), (options, SAMPLED, NEUTRAL)):
         for name, value in fields.items():
-            if name not in known and (name not in neutral or value != neutral[name]):
-                raise RequestError(unknown(f"the field with {value!r:.100}", name, known), param=name)
-    params = sampling_params({own: options[name] for name, own in SAMPLED.items() if name in options})
+            if name not in names and (name not in neutral or value != neutral[name]):
+                raise RequestError(unknown(f"the field with {value!r:.100}", name, names), param=name)
+    params = sampling_params({option: options[name] for name, option in SAMPLED.items() if name in options})
     rid = body.get("rid")
     return NativeRequest(
         rid if isinstance(rid, str) and rid else secrets.token_hex(8),
@@ -117,7 +117,7 @@ def completion_body(asked: NativeRequest, completion: Completion) -> dict[str, A
     return {
         "text": completion.text,
         "output_ids": list(completion.token_ids),
-        "meta_info": meta | _seen(asked),
+        "meta_info": meta | _digests(asked),
     }
 
 
@@ -125,9 +125,13 @@ def scores_body(asked: NativeRequest, scores: list[float], version: int) -> dict
     """Return the JSON of the log-probs of the request's tokens."""
     rows = [[score, token, None] for score, token in zip([None, *scores], asked.token_ids, strict=True)]
     meta = {"id": asked.id, "finish_reason": {"type": "length"}, "weight_version": version_text(version)}
-    return {"text": "", "output_ids": [], "meta_info": {**meta, "input_token_logprobs": rows, **_seen(asked)}}
+    return {
+        "text": "",
+        "output_ids": [],
+        "meta_info": {**meta, "input_token_logprobs": rows, **_digests(asked)},
+    }
 
 
-def _seen(asked: NativeRequest) -> dict[str, Any]:
+def _digests(asked: NativeRequest) -> dict[str, Any]:
     """Return the digests of the images of a request, which what is between client and server may have left out."""
     return {"images": [item["digest"] for item in asked.images]} if asked.images else {}

@@ -86,52 +86,52 @@ class OpenAIEndpoints:
 
     async def chat(self, body: Any, wire: Wire) -> ChatJob:
         """Check a request of an API. Raises RequestError."""
-        asked, params, dialect, prompt = await self._placed(body, wire)
+        request, params, dialect, prompt = await self._placed(body, wire)
         params = params.replace(
-            stop=asked.stop,
+            stop=request.stop,
             stop_token_ids=dialect.renderer.stop_token_ids,
-            max_tokens=self._limit(asked.max_tokens, len(prompt.token_ids)),
+            max_tokens=self._limit(request.max_tokens, len(prompt.token_ids)),
         )
-        params = dialect.params(asked, params)
-        return ChatJob(secrets.token_hex(12), prompt, params, asked.stream, asked, dialect, wire)
+        params = dialect.params(request, params)
+        return ChatJob(secrets.token_hex(12), prompt, params, request.stream, request, dialect, wire)
 
     async def count(self, body: Any, wire: Wire) -> int:
         """Return the number of tokens of a request's prompt. Raises RequestError."""
         return len((await self._placed(body, wire))[-1].token_ids)
 
     async def _placed(self, body: Any, wire: Wire) -> tuple[Asked, SamplingParams, Dialect, TokenSpan]:
-        fields = self._given(body)
+        fields = self._fields(body)
         params = sampling_params({name: fields.pop(name) for name in OWN if name in fields})
         for name in ("messages", "input", "tools"):
             self.check_size(len(fields[name]) if isinstance(fields.get(name), list) else 0)
-        asked = wire.read_request({"model": self.name, **fields}, params, self._kept)
-        self.check_size(asked.characters // self.dialects.longest_token)
-        _check_penalties(asked.ignored)
+        request = wire.read_request({"model": self.name, **fields}, params, self._kept)
+        self.check_size(request.characters // self.dialects.longest_token)
+        _check_penalties(request.ignored)
         try:
-            return asked, params, *await self._in_thread(self._rendered, asked)
+            return request, params, *await self._in_thread(self._rendered, asked)
         except (TemplateError, DataError, ConfigError) as error:
             raise RequestError(str(error), code="invalid_messages", param="messages") from error
 
     async def text(self, body: Any, wire: Wire) -> TextJob:
         """Check a request for a continuation, which errors of OpenAI's `wire` answer. Raises RequestError."""
-        given = self._given(body)
-        _check_penalties(Fields(given, SamplingParams(), PLAIN).ignored)
-        prompt = given.get("prompt")
+        fields = self._fields(body)
+        _check_penalties(Fields(fields, SamplingParams(), PLAIN).ignored)
+        prompt = fields.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             (prompt,) = prompt
-        params = sampling_params({name: given[name] for name in ENDED if name in given})
+        params = sampling_params({name: fields[name] for name in ENDED if name in fields})
         if isinstance(prompt, str):
             self.check_size(len(prompt) // self.dialects.longest_token)
             prompt_ids = list((await self._in_thread(self._tokenizer, prompt))["input_ids"])
         else:
             prompt_ids = tokens_of(prompt, "prompt")
-        params = params.replace(max_tokens=self._limit(given.get("max_tokens", 16), len(prompt_ids)))
+        params = params.replace(max_tokens=self._limit(fields.get("max_tokens", 16), len(prompt_ids)))
         return TextJob(
             secrets.token_hex(12),
             TokenSpan.context(prompt_ids),
             params,
-            flag_of(given, "stream"),
-            given.get("logprobs") not in (None, False),
+            flag_of(fields, "stream"),
+            fields.get("logprobs") not in (None, False),
         )
 
     async def answer(self, job: ChatJob | TextJob) -> dict[str, Any]:
@@ -156,32 +156,32 @@ class OpenAIEndpoints:
             yield self._text_body(job, completion, piece)
 
     async def _chat_chunks(self, job: ChatJob) -> AsyncIterator[dict[str, Any]]:
-        asked, shown, usage = job.asked, None, job.asked.stream_usage
+        request, length, usage = job.asked, None, job.asked.stream_usage
         async for piece, completion in self._live(job):
             if completion is not None:
                 answer = self._chat_answer(job, completion)
-            elif asked.tools or asked.logprobs:  # which are known at the end
+            elif request.tools or request.logprobs:  # which are known at the end
                 continue
             else:
-                partial = job.dialect.answer(asked, HIDDEN, 0, (), job.id, itertools.count())
-                if shown is None:
+                partial = job.dialect.answer(request, HIDDEN, 0, (), job.id, itertools.count())
+                if length is None:
                     opened = {"role": "assistant", "content": partial.content}
                     yield chat.chunk_of(partial, opened, usage=usage)
-                    shown = len(partial.content)
+                    length = len(partial.content)
                 yield chat.chunk_of(partial, {"content": piece}, usage=usage)
-                shown += len(piece)
-        for chunk in chat.chunks(answer, usage=usage, shown=shown):
+                length += len(piece)
+        for chunk in chat.chunks(answer, usage=usage, shown=length):
             yield chunk
 
     async def _in_thread(self, function: Callable[..., Any], argument: Any) -> Any:
         """Return what a function returns that would stop the event loop for long texts."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, argument)
 
-    def _rendered(self, asked: Asked) -> tuple[Dialect, TokenSpan]:
+    def _rendered(self, request: Asked) -> tuple[Dialect, TokenSpan]:
         """Return the dialect and the prompt of a request. Raises TemplateError, DataError or ConfigError."""
-        dialect = self.dialects.of(asked.tools)
-        token_ids = dialect.renderer.prompt(asked.messages)
-        return dialect, dialect.renderer.context(token_ids, asked.messages)
+        dialect = self.dialects.of(request.tools)
+        token_ids = dialect.renderer.prompt(request.messages)
+        return dialect, dialect.renderer.context(token_ids, request.messages)
 
     async def _sampled(self, job: Job, session: str = "") -> Completion:
         ids, images = job.prompt.token_ids, job.prompt.images
@@ -191,26 +191,26 @@ class OpenAIEndpoints:
         """Yield new text while it is sampled, then the rest with the completion. What may begin a stop string waits."""
         session = f"stream/{job.id}"
         sampling = asyncio.ensure_future(self._sampled(job, session))
-        shown, held = "", max(map(len, job.params.stop), default=1) - 1
+        sent, margin = "", max(map(len, job.params.stop), default=1) - 1
         try:
             while not (await asyncio.wait({sampling}, timeout=LOOK_S))[0]:
                 text = text_of(self._tokenizer, self._engine.sampled(session), job.params.stop)
-                text = text[: len(text) - held]
-                if len(text) > len(shown) and text.startswith(shown) and not text.endswith("\ufffd"):
-                    piece, shown = text[len(shown) :], text
+                text = text[: len(text) - margin]
+                if len(text) > len(sent) and text.startswith(sent) and not text.endswith("\ufffd"):
+                    piece, sent = text[len(sent) :], text
                     yield piece, None
             completion = await sampling
-            yield completion.text[len(shown) :], completion
+            yield completion.text[len(sent) :], completion
         finally:
             sampling.cancel()
             await self._engine.release(session)
 
-    def _given(self, body: Any) -> dict[str, Any]:
-        given = {name: value for name, value in object_of(body).items() if value is not None}
-        if given.get("model", self.name) != self.name:
-            problem = f"model={given['model']!r:.100} is not served here. Accepted: {self.name!r}."
+    def _fields(self, body: Any) -> dict[str, Any]:
+        fields = {name: value for name, value in object_of(body).items() if value is not None}
+        if fields.get("model", self.name) != self.name:
+            problem = f"model={fields['model']!r:.100} is not served here. Accepted: {self.name!r}."
             raise RequestError(problem, status=404, code="model_not_found", param="model")
-        return given
+        return fields
 
     def _limit(self, asked: Any, prompt_tokens: int) -> int:
         """Return how many tokens an answer may have. Raises RequestError if the context cannot hold as many as asked."""

@@ -126,9 +126,9 @@ class EmbeddedServer:
     async def _images(self, asked: NativeRequest) -> Sequence[ImagePlace]:
         if self._vision is None:
             raise RequestError("Start the server with model.vision=frozen.", param="images")
-        read = load("rl4llm.extensions.servers.embedded.images:read_images")
+        reader = load("rl4llm.extensions.servers.embedded.images:read_images")
         places: Sequence[ImagePlace] = await in_own_thread(
-            "rl4llm-images", partial(read, self._vision, asked.images, len(asked.token_ids))
+            "rl4llm-images", partial(reader, self._vision, asked.images, len(asked.token_ids))
         )
         return places
 
@@ -169,8 +169,8 @@ class EmbeddedServer:
                     await self._engine.compute_in(autocast)
                 await self._engine.load(reference, self._keeps_cache)
             except (WeightsError, ModelError, OSError) as error:
-                held = version_text(await self._engine.version())
-                raise RequestError(f"The server keeps version {held} of the weights. {error}") from error
+                current = version_text(await self._engine.version())
+                raise RequestError(f"The server keeps version {current} of the weights. {error}") from error
             finally:
                 self._updating = False
                 if self._running.is_set():
@@ -205,11 +205,11 @@ class EmbeddedServer:
         return {"status": "ok"}
 
     async def _abort(self, body: Any) -> Any:
-        given = object_of(body)
-        if given.get("abort_all"):
+        fields = object_of(body)
+        if fields.get("abort_all"):
             await self._engine.abort()
-        elif given.get("rid") in list(self._under_way):  # whatever type it has
-            await self._engine.abort(given["rid"])
+        elif fields.get("rid") in list(self._under_way):  # whatever type it has
+            await self._engine.abort(fields["rid"])
         return {"status": "ok"}
 
     async def _flush(self, body: Any) -> Any:

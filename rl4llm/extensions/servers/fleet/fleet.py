@@ -97,7 +97,7 @@ class FleetClient(BaseClient):
         trip = Trip(session or name)
 
         async def ask(member: Member) -> Completion:
-            before = self._held(member)
+            before = self._oldest_version(member)
             request_id = f"{name}/a{trip.attempts}"
             completion = await member.client.attempt(prompt_ids, sampling_params, request_id, images)
             self._check_version(member, before, completion)
@@ -255,14 +255,14 @@ class FleetClient(BaseClient):
         if damaged or often or isinstance(error, NotConnectedError):
             self._upkeep.leave(member, str(error), move=damaged)
 
-    def _held(self, member: Member) -> int | None:
+    def _oldest_version(self, member: Member) -> int | None:
         """Return the oldest version that a reply to a request sent now may come from."""
         if member is not self._router:
             return member.version
         versions = [server.version for server in self._upkeep.serving()]
-        known = [version for version in versions if version is not None]
+        verified = [version for version in versions if version is not None]
         newest = self._upkeep.target.version if self._upkeep.target else None
-        return None if len(known) < len(versions) else min(known, default=newest)
+        return None if len(verified) < len(versions) else min(verified, default=newest)
 
     def _check_version(self, member: Member, before: int | None, completion: Completion) -> None:
         """Raise unless a reply comes from the verified weights of its server, or from newer ones loaded meanwhile."""

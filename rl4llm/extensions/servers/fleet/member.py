@@ -90,8 +90,8 @@ class Member(Endpoint):
     def idle_s(self) -> float:
         """Return the seconds since the last call in which it had no request."""
         self._count_idle()
-        found, self._idle_s = self._idle_s, 0.0
-        return found
+        seconds, self._idle_s = self._idle_s, 0.0
+        return seconds
 
     def _count_idle(self) -> None:
         """Count the time until now; called before requests come or go."""

@@ -74,11 +74,11 @@ class Upkeep:
         """
         self.pool.start()
         self.target, self.checksum = weight_ref, None
-        first = self.serving() or self.servers
-        problems = await self._load_into(first, weight_ref)
+        members = self.serving() or self.servers
+        problems = await self._load_into(members, weight_ref)
         if not self.serving():
             problems += await self._load_into(
-                [member for member in self.servers if member not in first], weight_ref
+                [member for member in self.servers if member not in members], weight_ref
             )
         if not self.serving():
             refusals = [problem for problem in problems if not isinstance(problem, UnreachableError)]
@@ -92,9 +92,9 @@ class Upkeep:
         self.pool.start()
         while True:
             answers = await asyncio.gather(*(self._ask_one(member, ask) for member in self.serving()))
-            found = list(chain.from_iterable(answers))
-            if found:
-                return found
+            results = list(chain.from_iterable(answers))
+            if results:
+                return results
             await self.pool.wait(self.serving)
 
     async def _ask_one(self, member: Member, ask: Callable[[ServerClient], Awaitable[T]]) -> list[T]:
@@ -109,8 +109,8 @@ class Upkeep:
     async def _load_into(self, members: Sequence[Member], weight_ref: WeightRef) -> list[EngineError]:
         clients = [member.client for member in members]
         with self._together.expecting(clients, weight_ref):
-            found = await asyncio.gather(*(self._load_one(member, weight_ref) for member in members))
-        return [problem for problem in found if problem is not None]
+            problems = await asyncio.gather(*(self._load_one(member, weight_ref) for member in members))
+        return [problem for problem in problems if problem is not None]
 
     async def _load_one(self, member: Member, weight_ref: WeightRef) -> EngineError | None:
         async with member.lock:
@@ -188,10 +188,10 @@ class Upkeep:
 
     async def _check_held(self, member: Member) -> None:
         version = await member.client.version()
-        known = {member.version}
+        accepted = {member.version}
         if self.target and self.target.held:  # another rank publishes, perhaps just now
-            known |= {self.target.version, self.target.version + 1}
-        if member.version is not None and version not in known:
+            accepted |= {self.target.version, self.target.version + 1}
+        if member.version is not None and version not in accepted:
             raise StaleWeightsError(f"it reports version {version} of the weights, not {member.version}")
         if member.suspect and self.checksum is not None and await member.client.checksum() != self.checksum:
             raise StaleWeightsError(f"its weights of version {version} have changed")

@@ -25,17 +25,17 @@ def hide(values: Sequence[str]) -> None:
     make = logging.getLogRecordFactory()
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        made = make(*args, **kwargs)
+        entry = make(*args, **kwargs)
         try:
-            text = made.getMessage()
+            text = entry.getMessage()
         except (TypeError, ValueError, KeyError):  # arguments that do not match the format are not logged
-            made.args = ()
-            text = made.msg = str(made.msg)
+            entry.args = ()
+            text = entry.msg = str(entry.msg)
         if any(value in text for value in values):
             for value in values:
                 text = text.replace(value, "(hidden)")
-            made.msg, made.args = text, ()
-        return made
+            entry.msg, entry.args = text, ()
+        return entry
 
     logging.setLogRecordFactory(record)
 

@@ -50,11 +50,11 @@ def open_store(
 def place_of(on_disk: Path) -> Path:
     """Return the directory in shared memory for a run, the same after a kill; remove those of runs that were killed."""
     private = private_directory(SHARED)
-    own = hashlib.sha256(str(on_disk.absolute()).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(str(on_disk.absolute()).encode()).hexdigest()[:16]
     for directory in private.iterdir():
-        if directory.name != own:
+        if directory.name != digest:
             _remove_if_abandoned(directory)
-    return private / own / "weights"
+    return private / digest / "weights"
 
 
 def unusable(urls: Sequence[str], needed: int) -> str | None:
@@ -90,11 +90,11 @@ def _server(url: URL) -> int | None:
 
 def _available() -> int:
     """Return the bytes that this process may still use: of the machine, and of its control group."""
-    found = psutil.virtual_memory().available
+    free = psutil.virtual_memory().available
     with suppress(OSError, ValueError):
         limit, used = (int((GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        found = min(found, limit - used)
-    return found
+        free = min(free, limit - used)
+    return free
 
 
 def _remove_if_abandoned(directory: Path) -> None:

@@ -122,8 +122,8 @@ class WeightStore:
         """Return the version that LATEST names, which was complete when it was named; None if there is none, or not yet."""
         try:
             name = (self.root / "LATEST").read_text().strip()
-            found = FINAL.fullmatch(name)
-            return self.ref(int(found[1]), self.root / name) if found else None
+            match = FINAL.fullmatch(name)
+            return self.ref(int(match[1]), self.root / name) if match else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             # a shared file system may show LATEST before the version
             return None
@@ -164,13 +164,13 @@ class WeightStore:
                 return
             finals = sorted(self._finals(), key=_version)
             latest = self.latest()
-            kept = {_version(path) for path in finals[-self._keep :]} | {
+            versions = {_version(path) for path in finals[-self._keep :]} | {
                 v for v, n in self._leases.items() if n > 0
             }
             if latest is not None:
-                kept.add(latest.version)
+                versions.add(latest.version)
             for path in finals:
-                if _version(path) not in kept:
+                if _version(path) not in versions:
                     path.rename(path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}"))
             for path in list(self.root.iterdir()):
                 if UNFINISHED.fullmatch(path.name) and path != self._writing:
@@ -304,12 +304,12 @@ def _name_dtype(config: Path, dtype: torch.dtype) -> None:
     """Write `dtype` into a config that names one, so that a server which starts from these files computes in it."""
     if not config.exists():
         return
-    read = json.loads(config.read_text())
-    for part in (read, *(value for value in read.values() if isinstance(value, dict))):
+    content = json.loads(config.read_text())
+    for part in (content, *(value for value in content.values() if isinstance(value, dict))):
         part.update(
             {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in part}
         )
-    config.write_text(json.dumps(read, indent=2) + "\n")
+    config.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def checked(
