@@ -4,7 +4,6 @@ import asyncio
 import copy
 import json
 import os
-import re
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,16 +16,16 @@ from vowels import Vowels
 
 from conftest import TEXTS
 from rl4llm.algorithms import ALGORITHMS
-from rl4llm.api import DPOTrainer, GRPOTrainer
+from rl4llm.api import GRPOTrainer
 from rl4llm.backends.lora import FrozenModel
 from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.compose import Given, build_trainer, engines
+from rl4llm.compose import Given, build_trainer
 from rl4llm.compose.choices import check_choices, check_config, rate_warnings, warnings_of
 from rl4llm.compose.engines import build_client, check_engine, server_urls
 from rl4llm.compose.environments import make_env, make_prompts, unset_notes
-from rl4llm.compose.setup import Machine, Setup, build_algorithm, set_up_torch
+from rl4llm.compose.setup import Machine, Setup, set_up_torch
 from rl4llm.compose.supervised import dataset_renderer
 from rl4llm.compose.trainer import precision_of
 from rl4llm.config import load_config
@@ -67,8 +66,7 @@ def test_an_engine_accepts_only_its_own_publishers(model_dir, tmp_path, engine, 
     if way in WAYS[engine]:
         trainer(model_dir, tmp_path / "run", **keys).trainer.close()
         return
-    accepted = rf"sync\.name='{way}' is not accepted with inference\.name='{engine}'. Accepted: {', '.join(WAYS[engine])}\."
-    with pytest.raises(ConfigError, match=accepted):
+    with pytest.raises(ConfigError):
         trainer(model_dir, tmp_path / "run", **keys)
     assert not (tmp_path / "run").exists()
 
@@ -88,38 +86,10 @@ def test_temperature_0_is_refused_where_answers_are_compared(model_dir, tmp_path
         try:
             check_choices(config, Given(), needs)
         except ConfigError as error:
-            assert re.search(
-                r"rollout\.temperature=0 is not accepted .* At temperature 0 they are all the same",
-                str(error),
-            )
+            assert "rollout.temperature=0 is not accepted" in str(error)  # and not for another reason
             refused.add(name)
     assert {"grpo", "dapo", "rloo", "remax", "online_dpo"} <= refused
     assert not refused & {"ppo", "reinforce_pp", "explore_grpo", "sft", "dpo"}
-
-
-PAIR = {"prompt": "Say 1.", "chosen": "1", "rejected": "2"}
-FEW = "rows, but a step takes 5 (rollout.prompts=5)"
-
-
-@pytest.mark.parametrize(
-    ("make", "keys", "text"),
-    [
-        (GRPOTrainer, {"rollout.prompts": 5}, f"data has 4 {FEW}"),
-        (DPOTrainer, {"rollout.prompts": 5}, f"data has 3 {FEW}"),
-        (
-            GRPOTrainer,
-            {"rollout.max_tokens": 4096},
-            "rollout.max_tokens=4096 does not fit into the context of the model",
-        ),
-    ],
-)
-def test_a_run_begins_with_a_warning_of_what_it_cannot_use(make, keys, text, model_dir, tmp_path, capsys):
-    given = (ROWS, [Vowels()]) if make is GRPOTrainer else ([PAIR] * 3,)
-    for more, expected in ((keys, 1), ({}, 0)):
-        rows = {f"rollout.{name}": number for name, number in SMALL.items()} | more
-        made = make(str(model_dir), *given, output={"dir": str(tmp_path / f"{expected}")}, **rows)
-        made.trainer.close()
-        assert " ".join(capsys.readouterr().out.split()).count(text) == expected
 
 
 class Hints(BaseMDPEnv):
@@ -142,26 +112,18 @@ def test_a_run_warns_of_replies_that_no_turn_reads(model_dir, tmp_path, capsys):
         assert shown.count("the policy reads no message that Hints.respond returns") == expected
 
 
-def test_a_tokenizer_of_another_model_is_refused_by_name(model_dir, tokenizer, tmp_path):
+def test_a_tokenizer_of_another_model_is_refused(model_dir, tokenizer, tmp_path):
     large = build_tokenizer(
         TEXTS * 4 + ["many other words of another language, zwei drei vier"] * 9, vocab_size=400
     )
     other = build_tokenizer(["some other words, so other tokens"] * 9, vocab_size=300)
     for name, foreign in (("large", large), ("other", other)):
         foreign.save_pretrained(tmp_path / name)
-    said = {
-        "large": "embeddings for 320 tokens",
-        "other": "of its 320 tokens have another id or are missing",
-    }
-    for name, reason in said.items():
-        foreign = load_tokenizer(tmp_path / name)
-        with pytest.raises(
-            ModelError, match=rf"tokenizer '.*{name}' does not match the model '{model_dir}': .*{reason}"
-        ):
-            trainer(model_dir, tmp_path / "run", tokenizer=foreign)
+        with pytest.raises(ModelError):
+            trainer(model_dir, tmp_path / "run", tokenizer=load_tokenizer(tmp_path / name))
     shutil.copytree(model_dir, tmp_path / "mixed")
     large.save_pretrained(tmp_path / "mixed")
-    with pytest.raises(ModelError, match=r"mixed' does not match the model .*embeddings for 320 tokens"):
+    with pytest.raises(ModelError):
         trainer(tmp_path / "mixed", tmp_path / "run")
     padded = build_model(tokenizer, seed=0, hidden_size=16, num_layers=1)
     padded.resize_token_embeddings(len(tokenizer) + 44)
@@ -171,10 +133,9 @@ def test_a_tokenizer_of_another_model_is_refused_by_name(model_dir, tokenizer, t
 def test_a_module_of_another_machine_is_refused_only_here():
     far = {"model.path": "m", "data.path": "arithmetic", "rewards": ["no_such_package.rewards:mine"]}
     check_config(load_config(overrides=far), here=False)
-    with pytest.raises(ConfigError, match="No module named 'no_such_package'"):
-        check_config(load_config(overrides=far), here=True)
-    with pytest.raises(ConfigError, match="rewards"):
-        check_config(load_config(overrides=far | {"rewards": ["no_such_reward"]}), here=False)
+    for keys, here in ((far, True), (far | {"rewards": ["no_such_reward"]}, False)):
+        with pytest.raises(ConfigError):
+            check_config(load_config(overrides=keys), here=here)
 
 
 def test_a_special_token_that_no_text_uses_needs_no_embedding(model_dir):
@@ -185,7 +146,7 @@ def test_a_special_token_that_no_text_uses_needs_no_embedding(model_dir):
     with_pad = load_tokenizer(model_dir)
     with_pad.add_special_tokens({"pad_token": "<my_pad>"})
     for unlike in (extended, with_pad):
-        with pytest.raises(ModelError, match="embeddings for 320 tokens"):
+        with pytest.raises(ModelError):
             check_tokenizer(unlike, model_dir, given=True)
 
 
@@ -201,30 +162,28 @@ def test_long_rows_are_refused_or_dropped_and_a_run_keeps_to_it(model_dir, tmp_p
         "algorithm": {"name": method}, "rollout": SMALL, "max_steps": 1, "rewards": None if said else ["format"],
         "tracking.tensorboard": False,
     }  # fmt: skip
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl:[24] .* tokens, and the context has room for .*data\.bad_rows=skip"
-    ):
+    with pytest.raises(DataError, match=r"rows\.jsonl:[24] "):
         build_trainer(load_config(overrides=keys))
     with build_trainer(load_config(overrides=keys | {"data.bad_rows": "skip"})) as loop:
         loop.train()
         assert loop.prompts.num_rows == 2 and sorted(loop.prompts.next_batch()) == [0, 1]
     assert capsys.readouterr().out.count("2 of 4 rows were skipped") == 1
-    with pytest.raises(RunDirError, match=r"data\.bad_rows: 'skip' -> 'stop'"):
+    with pytest.raises(RunDirError):
         build_trainer(load_config(overrides=keys))
 
 
 def test_a_trainer_writes_nothing_before_it_trains(model_dir, tmp_path):
     directory = tmp_path / "run"
     first, second = (trainer(model_dir, directory, max_steps=1) for _ in range(2))
-    with pytest.raises(DataError, match="dataset is empty"):
+    with pytest.raises(DataError):
         GRPOTrainer(str(model_dir), [], [Vowels()], output={"dir": str(directory)})
     assert list(tmp_path.iterdir()) == []
     first.trainer.resume()  # the run is open now, and config.yaml says which one it is
     assert load_config(directory / "config.yaml") == first.config
-    with pytest.raises(RunDirError, match="in use by this process itself"):
+    with pytest.raises(RunDirError):
         second.train()
     first.train()
-    with pytest.raises(RunDirError, match=r"training\.lr: 1e-06 -> 0\.1"):
+    with pytest.raises(RunDirError):
         trainer(model_dir, directory, training={"lr": 0.1})
     third = trainer(model_dir, directory, max_steps=2)
     assert "max_steps: 1" in (directory / "config.yaml").read_text()
@@ -246,7 +205,7 @@ def test_a_run_keeps_the_precision_that_auto_chose(model_dir, tmp_path, capsys, 
     first.train()
     assert "computes in bfloat16 with float32 weights" in capsys.readouterr().out
     monkeypatch.setattr("rl4llm.compose.setup.multiplies_bfloat16", lambda: False)
-    with pytest.raises(RunDirError, match=r"model\.autocast: 'bfloat16' -> 'none'"):
+    with pytest.raises(RunDirError):
         run("auto")
     assert run("bfloat16", max_steps=2).train().trainer.step == 2
     assert Machine.of(load_config(overrides={"model.path": "M"})).autocast == "none"
@@ -298,12 +257,6 @@ def test_a_gpu_has_exact_float32_and_no_plans_for_attention(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_run_without_prompts_must_set_data_path(model_dir, tmp_path):
-    keys = {"model.path": str(model_dir), "output.dir": str(tmp_path / "run"), "rewards": ["math"]}
-    with pytest.raises(ConfigError, match=r"data.path is not set.*data.path=\.\.\."):
-        build_trainer(load_config(overrides=keys))
-
-
 def test_template_args_reach_every_rendering(model_dir, tmp_path, tokenizer):
     silent = copy.deepcopy(tokenizer)
     silent.chat_template += "{% if add_generation_prompt and enable_thinking is false %}none{% endif %}"
@@ -351,20 +304,6 @@ def test_demonstrations_show_the_tools_that_episodes_show(tokenizer, shown, desc
     env.close()
 
 
-@pytest.mark.parametrize("value", ["enable_thinking", 3, ["a"]])
-def test_template_args_must_be_a_mapping(model_dir, tmp_path, value):
-    with pytest.raises(ConfigError, match=r"env\.template_args=.* is not accepted"):
-        trainer(model_dir, tmp_path / "run", **{"env.template_args": value})
-
-
-@pytest.mark.parametrize("written", ["{run}", "{run}/", "{run}/weights/.."])
-def test_the_directory_of_the_run_is_no_weight_store(model_dir, tmp_path, written):
-    run = tmp_path / "run"
-    with pytest.raises(ConfigError, match=r"sync\.dir=.* is the same directory as output\.dir"):
-        trainer(model_dir, run, **{"inference.name": "sglang", "sync.dir": written.format(run=run)})
-    assert not run.exists()
-
-
 def test_the_reference_of_an_adapter_is_the_model_under_it(model_dir, tmp_path):
     keys = {"algorithm": {"kl_coef": 0.1}, "max_steps": 1}
     with trainer(model_dir, tmp_path / "adapter", **keys, **{"model.lora.rank": 4}).trainer as adapted:
@@ -384,9 +323,7 @@ def test_an_evaluation_does_not_use_the_server_of_a_run(model_dir, tmp_path):
     running = ClaimingPublisher(_Nothing(), [url])
     asyncio.run(running.publish(None, 0))
     try:
-        with pytest.raises(
-            EngineError, match=r"Another run publishes .*inference\.url.*inference\.name=local"
-        ):
+        with pytest.raises(EngineError):
             evaluate(load_config(overrides=keys))
     finally:
         asyncio.run(running.close())
@@ -423,7 +360,7 @@ def test_a_server_reads_evaluated_weights_beside_the_run(model_dir, tmp_path):
             "inference": {"name": "sglang", "url": f"http://127.0.0.1:{server.server_port}"},
             "rewards": [SHORT],
         }  # fmt: skip
-        with pytest.raises(EngineError, match=r"asked to load version 0 from .*/v000000"):
+        with pytest.raises(EngineError, match="/v000000"):
             evaluate(load_config(overrides=keys))
         server.shutdown()
     assert list(Path(tmp_path).iterdir()) == []
@@ -436,9 +373,7 @@ def test_a_reward_that_fails_its_examples_stops_the_start(model_dir, tmp_path):
     said = [ChatMessage("user", "?"), ChatMessage("assistant", "quiet")]
     blind = BatchCallable(shouts, "shouts", examples=[RewardExample(said, "", 1.0)])
     for reward in (blind, Clip(blind, 0, 1), Gate("format", blind)):
-        with pytest.raises(
-            RewardError, match="'quiet' for ground truth '': expected 1, but reward 'shouts' gave 0"
-        ):
+        with pytest.raises(RewardError):
             GRPOTrainer(str(model_dir), ROWS, [reward], output={"dir": str(tmp_path / "run")})
     assert not (tmp_path / "run").exists()
 
@@ -465,20 +400,10 @@ def test_an_environment_is_a_class_a_name_or_a_section(model_dir, tmp_path):
         {"name": "tool", "tools": [f"{__name__}:shout"]},
     )
     assert environment(ToolMDPEnv)[0] is ToolMDPEnv
-    for wrong in (object(), Vowels, 3, shout):
-        with pytest.raises(
-            ConfigError,
-            match=r"env=.* is not accepted\. Accepted: a subclass of BaseMDPEnv \(not an instance\)",
-        ):
+    unnamed = [{"name": "tool", "tools": [tool]} for tool in (lambda text: text, object())]
+    for wrong in (object(), Vowels, 3, shout, *unnamed):
+        with pytest.raises(ConfigError):
             environment(wrong)
-    with pytest.raises(
-        ConfigError, match=r"^env.tools: <function .* is not accepted\. .* at the top level of a module"
-    ):
-        environment({"name": "tool", "tools": [lambda text: text]})
-    with pytest.raises(
-        ConfigError, match=r"^env\.tools=\[<object object at .*>\] is not accepted: an object"
-    ):
-        environment({"name": "tool", "tools": [object()]})
 
 
 class Hinting(BaseMDPEnv):
@@ -506,9 +431,7 @@ def test_an_environment_that_rewards_no_turns_needs_a_reward(model_dir, tmp_path
     class Plain(BaseMDPEnv):
         """Plays a single turn."""
 
-    with pytest.raises(
-        ConfigError, match=r"Plain: no reward is set, and this .* rewards no turns\. Set rewards"
-    ):
+    with pytest.raises(ConfigError):
         GRPOTrainer(str(model_dir), ROWS, env=Plain, output={"dir": str(tmp_path / "run")}, rollout=SMALL)
 
 
@@ -524,9 +447,7 @@ def test_single_reward_needs_no_list(model_dir, tmp_path, reward):
 def test_a_curriculum_needs_a_reward_that_defines_success(model_dir, tmp_path):
     rows = [row | {"level": number % 2} for number, row in enumerate(ROWS)]
     keys = {"output": {"dir": str(tmp_path / "run")}, "rollout": SMALL, "curriculum": "level"}
-    with pytest.raises(
-        ConfigError, match=r"curriculum='level'.*no reward defines success \(rewards: vowels\)"
-    ):
+    with pytest.raises(ConfigError):
         GRPOTrainer(str(model_dir), rows, [Vowels()], **keys)
     reward = Vowels()
     reward.success_at = 0.5
@@ -554,20 +475,12 @@ def test_a_configured_function_combines_several_rewards(model_dir, tmp_path):
     ]
     assert score(samples, env.reward_functions, env.reward_transform_fn).reward.tolist() == [1.0, 0.0, 0.5]
     run.trainer.close()
-    for rewards, way, message in [
-        (
-            ["math", SHORT | {"weight": 2}],
-            "rl4llm.rewards:multiply",
-            "'length' has one. Remove the weight or the function",
-        ),
-        (
-            ["math", SHORT],
-            "multiply",
-            "env.reward_transform_fn='multiply' cannot be imported: there is no ':' in it",
-        ),
-    ]:
+    for rewards, way in (
+        (["math", SHORT | {"weight": 2}], "rl4llm.rewards:multiply"),
+        (["math", SHORT], "multiply"),
+    ):
         keys |= {"output.dir": str(tmp_path / "none"), "env.reward_transform_fn": way}
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError):
             GRPOTrainer(str(model_dir), ROWS, rewards=rewards, **keys)
     assert not (tmp_path / "none").exists()
 
@@ -609,15 +522,6 @@ def test_tools_get_what_is_shared_but_no_opponents(tokenizer):
     assert dict(env.provided) == {"sandbox": "the sandbox"}
 
 
-@pytest.mark.parametrize("rows", [None, (row for row in ROWS)])
-def test_an_environment_must_return_a_list_of_prompts(rows):
-    class Brings(BaseMDPEnv):
-        prompts = staticmethod(lambda split, limit: rows)
-
-    with pytest.raises(DataError, match=r"Brings\.prompts must return a list of rows, not (None|<generator)"):
-        make_prompts(Brings, {"name": "brings"}, "train", None)
-
-
 def test_an_engine_that_is_no_server_is_made_from_the_model(model, tokenizer, model_dir, monkeypatch):
     class Elsewhere(LocalClient):
         """Plays somewhere else, without an address."""
@@ -629,14 +533,6 @@ def test_an_engine_that_is_no_server_is_made_from_the_model(model, tokenizer, mo
     check_engine(config)
     assert server_urls(config) == []
     assert isinstance(build_client(Setup.of(config, tokenizer=tokenizer), model), Elsewhere)
-
-
-def test_a_server_with_an_unknown_name_is_refused(model_dir, monkeypatch):
-    monkeypatch.setattr(engines, "NAMED_WITHIN_S", 0.1)
-    keys = {"model.path": str(model_dir), "data.path": "arithmetic", "inference.name": "sglang"}
-    for key in ("inference.url", "inference.router"):
-        with pytest.raises(ConfigError, match=r"the host name 'no-such-server\.invalid' is not known"):
-            build_trainer(load_config(overrides=keys | {key: "http://no-such-server.invalid:30000"}))
 
 
 @pytest.mark.parametrize("name", ["grpo", "sft"])
@@ -679,22 +575,16 @@ def test_length_of_turns_that_a_part_sets_has_no_note():
         assert len(list(unset_notes(setup, None))) == count
 
 
-def test_texts_that_nobody_means_are_refused_or_told():
-    for override, message in (
-        ("rollout.stop=[\\n]", "a backslash and a letter. .* write 'rollout.stop="),
-        ('rollout.stop=[""]', "ends each turn at once"),
+def test_escapes_that_a_shell_kept_are_reported():
+    for override, expected in (
+        ("data.prompt_template={prompt}\\nAnswer:", 1),
+        ('data.prompt_template="{prompt}\\nAnswer:"', 0),
+        ("data.prompt_template=Is $\\nu \\neq 0$? {prompt}", 0),
+        ("rollout.stop=[\\n]", 1),
+        ('rollout.stop=["\\n"]', 0),
     ):
-        config = load_config(overrides=["model.path=m", override])
-        with pytest.raises(ConfigError, match=message):
-            check_choices(config, Given(), build_algorithm(config).needs())
-    for prompt, expected in (
-        ("{prompt}\\nAnswer:", 1),
-        ('"{prompt}\\nAnswer:"', 0),
-        ("Is $\\nu \\neq 0$? {prompt}", 0),
-    ):
-        config = load_config(overrides=["model.path=m", f"data.prompt_template={prompt}", "training.lr=1e-6"])
-        told = warnings_of(config)
-        assert len([line for line in told if "a backslash and an n" in line]) == expected
+        config = load_config(overrides=["model.path=m", override, "training.lr=1e-6"])
+        assert len(warnings_of(config)) == expected, override
 
 
 def test_rate_that_a_program_sets_has_no_warning():
@@ -703,6 +593,6 @@ def test_rate_that_a_program_sets_has_no_warning():
     config.training.lr = 1e-4
     assert rate_warnings(config) == []
     config.training.warmup_steps, config.max_steps = 200, 50
-    assert "ends at 25% of training.lr=0.0001" in rate_warnings(config)[0]
+    assert len(rate_warnings(config)) == 1
     config.training.passes_per_rollout = 4
     assert rate_warnings(config) == []

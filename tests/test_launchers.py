@@ -92,8 +92,8 @@ def test_deepspeed_starts_the_same_run_on_two_machines(small, expected):
 
 def test_a_local_rank_that_a_launcher_puts_first_is_taken(capsys):
     for option in ("--local_rank=0", "--local-rank=1"):
-        assert main([option, "train", "no_such_file.yaml"]) == 2
-        assert "There is no configuration file" in capsys.readouterr().err
+        assert main([option, "train", "no_such_file.yaml"]) == 1
+        assert "no_such_file.yaml" in capsys.readouterr().err
 
 
 def test_an_incomplete_launch_of_several_processes_is_refused():

@@ -86,9 +86,9 @@ training.lr=fast                                   | training.lr='fast' is not a
 training.lr=-1                                     | training.lr=-1.0 is not accepted: a finite number, 0 or above
 training.lrr=1                                     | Did you mean 'training.lr'
 training.epochs=3                                  | Did you mean training.passes_per_rollout
-training=1                                         | training=1 is not accepted. Accepted: a mapping of keys
+training=1                                         | training=1 is not accepted: a mapping
 max_steps=1.5                                      | max_steps=1.5 is not accepted: a whole number, 0 or above
-max_steps=???                                      | max_steps is not set. Set it in the YAML file or on the command line
+max_steps=???                                      | max_steps is not set. Set it in the file, or with max_steps=...
 max_steps=-1                                       | max_steps=-1 is not accepted: a whole number, 0 or above
 rollout.group_size=0                               | rollout.group_size=0 is not accepted: a whole number, 1 or above
 rollout.group_size=1                               | a group of one has zero advantage. Use 2 or more
@@ -100,7 +100,7 @@ rollout.top_p=2                                    | rollout.top_p=2.0 is not ac
 training.updates_per_rollout=3                     | Use at most one per prompt (2)
 training.constant_length=0                         | constant_length=0 is not accepted
 rollout.max_failed_share=-3                        | max_failed_share=-3
-algorithm=grpo                                     | algorithm='grpo' is not accepted. Accepted: a mapping of keys
+algorithm=grpo                                     | algorithm='grpo' is not accepted: a mapping
 algorithm.name=gpro                                | Did you mean 'grpo'
 algorithm.name=null                                | algorithm.name is not set; `rl4llm info` lists the accepted names
 algorithm.clip_hi=0.3                              | Did you mean 'clip_high'
@@ -115,10 +115,8 @@ model.path=bare                                    | 'bare' cannot be loaded
 model.path=foreign | does not match the model 'foreign': its token ids go up to ... Use the tokenizer that was saved with
 model.path=null                                    | model.path=None is not accepted: a string. Set a value
 model.dtype=fp16                                   | model.dtype='fp16' is not accepted: float32 or bfloat16
-model.device=gpu                                   | model.device='gpu' is not accepted. Accepted: auto, cpu, cuda
 model.lora.rank=-4                                 | model.lora.rank=-4 is not accepted: a whole number, 0 or above
-model.lora.targets=[qkv]                           | has no effect without an adapter. Set model.lora.rank
-model.lora.alpha=16                                | model.lora.alpha=16 has no effect without an adapter
+model.lora.targets=[qkv]                           | have no effect without an adapter. Set model.lora.rank
 checkpoint.every=0.5                               | checkpoint.every=0.5 is not accepted: a whole number, 0 or above
 output.dir=rows.jsonl | output.dir='rows.jsonl' is a file, not a directory. Choose another output.dir
 seed=abc                                           | seed='abc' is not accepted: a whole number, 0 to
@@ -126,7 +124,7 @@ tracking.wandb=maybe                               | tracking.wandb='maybe' is n
 sync.name=nccl                                     | sync.name='nccl' is unknown. Known: distributed, filesystem
 """
 DATA = """
-data.path=null                                     | data.path is not set. Set it in the YAML file or on the command line
+data.path=null                                     | data.path is not set. Set it in the YAML file, or with data.path=
 data.path=row.jsonl                                | Did you mean 'rows.jsonl'
 data.path=rows.txt                                 | this file type is not supported. Accepted: .jsonl
 data.path=empty                                    | the split 'train' was not found. Accepted: train.jsonl
@@ -147,12 +145,11 @@ data.answer_pattern=(                              | is not a regular expression
 data.limit=0                                       | data.limit=0 is not accepted: a whole number, 1 or above, or null
 data.bad_rows=truncate                             | data.bad_rows='truncate' is not accepted: stop or skip
 output.dir=null                                    | output.dir=None is not accepted: a string. Set a value
-"output.dir=''"                                    | output.dir is empty. Write a path
 sync.dir=None                                      | sync.dir='None' is not accepted: a string or null. Did you mean null
 data.split=validation data.path=splits | the split 'validation' ... The directory contains train.jsonl
 eval.every=1                                       | Set eval.path to other prompts, or eval.every=0
 data.path=picture.jsonl | picture.jsonl:1: the column 'image' holds pictures ... set data.bad_rows=skip
-data.path=arithmetic data.system_prompt=Hi | data.system_prompt has no effect on generated prompts. Next step: remove it
+data.path=arithmetic data.system_prompt=Hi | have no effect on generated prompts. Remove them
 """
 CODE = """
 rewards=[maths]                                    | Did you mean 'math'
@@ -170,7 +167,7 @@ backend.nam=torch                                  | backend option='nam' is unk
 env.nam=tool                                       | env option='nam' is unknown ... Did you mean 'name'
 env.name=tool 'env.tools=[{nam: calculator}]'      | a tool needs 'name' ... {'nam': 'calculator'}. Did you mean 'name'
 env.name=tool 'env.tools=[{name: calculator, x: 1}]' | env.tools: {'name': 'calculator', 'x': 1} is not accepted
-'rewards=[{name: math, weight: much}]'             | weight='much' of 'math' is not accepted. Accepted: a finite number
+'rewards=[{name: math, weight: much}]'             | weight of 'math'='much' is not accepted: a finite number
 'rewards=[{name: math, extract: box}]'             | extract='box' is not accepted ... Did you mean 'boxed'
 env.template_arg={}                                | env option='template_arg' is unknown ... Did you mean 'template_args'
 env.thoughts=dorp                                  | env.thoughts='dorp' is not accepted: keep, drop or refuse. Did you mean
@@ -209,10 +206,9 @@ env.name=mine:Words env.max_steps=2 | Words.respond must return a list of ChatMe
 env.name=mine:Appends env.max_steps=2              | Appends.respond changed sample.messages; return the new messages
 env.name=mine:Typo env.max_steps=2                 | max_steps=2 has no effect, since Typo has no method `respond`
 env.max_steps=2                                    | max_steps=2 has no effect, since ChatEnv has no method `respond`
-env.name=mine:NoDataset                            | NoDataset.__init__ must call super().__init__(
 env.name=mine:one                                  | Accepted: a subclass of BaseMDPEnv
 env.name=tools                                     | Did you mean 'tool'
-env.tools=[calculator]                             | It is an option of env.name=tool
+env.tools=[calculator]                             | env option='tools' is unknown. Known: max_steps
 env.name=tool env.tools=[calculatr]                | Did you mean 'calculator'
 env.name=tool "env.tools=['mine:untyped']" | x is missing a type hint in function untyped. Next step
 env.name=tool "env.tools=['mine:silent']"          | it has no docstring. Next step
@@ -221,10 +217,10 @@ env.max_steps=0                                    | env.max_steps=0 is not acce
 """
 COMMANDS = """
 train                                              | required: config
-train model.path=m data.path=d                     | Write the file before the keys
-train smal.yaml                                    | Did you mean small.yaml
+train model.path=m data.path=d                     | No such file or directory: 'model.path=m'
+train smal.yaml                                    | No such file or directory: 'smal.yaml'
 tran small.yaml                                    | invalid choice: 'tran' (choose from ... 'train'
-train small.yaml other.yml | There is no configuration file other.yml. Accepted: the path of a YAML file
+train small.yaml other.yml                         | No such file or directory: 'other.yml'
 launch small.yaml training.lrr=1                   | Did you mean 'training.lr'
 launch small.yaml --on slurn                       | Did you mean 'slurm'
 eval small.yaml                                    | Set eval.path to other prompts, or eval.every=0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rl4llm.backends.models import stored_config
-from rl4llm.compose.engines import check_adapter_alone, check_engine, check_sync
+from rl4llm.compose.engines import check_engine
 from rl4llm.compose.environments import EnvKeys, check_env_options, weighed
 from rl4llm.compose.models import check_backend
 from rl4llm.compose.setup import Given, build_algorithm, demand_device, device_of
@@ -16,7 +16,7 @@ from rl4llm.config.keys import TrainingConfig
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.errors import ConfigError, RL4LLMError
 from rl4llm.core.schema import check_values
-from rl4llm.core.tables import GENERATED
+from rl4llm.core.tables import ENGINES, GENERATED, PUBLISHERS
 from rl4llm.data.read import check_source
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import check_reward
@@ -56,46 +56,83 @@ def _misses_module(error: BaseException | None) -> bool:
 def check_choices(config: Config, given: Given, needs: Needs) -> None:
     """Raise ConfigError for all mistakes that can be found without opening a file."""
     check_backend(config, needs)
-    lora = config.model.lora
-    for key, value in (("targets", list(lora.targets)), ("alpha", lora.alpha)):
-        if value and not lora.rank:
-            raise ConfigError(
-                f"model.lora.{key}={value} has no effect without an adapter. Set model.lora.rank, such as 16, or remove it."
-            )
-    if config.model.lora.rank and config.model.vision == "train":
-        raise ConfigError(
-            f"model.vision=train cannot be combined with model.lora.rank={config.model.lora.rank}: an adapter trains "
-            "only the text model. Set model.vision=frozen, or remove model.lora."
-        )
-    _check_mixture(config, given, needs.learns_from)
+    check_engine(config)
+    for text, holds in _conflicts(config, given, needs).items():
+        if holds:
+            raise ConfigError(text)
     for name, part in by_part(config).items():
-        in_part(name, _check_slips, part)
         # Hosts have their own environments and rewards.
         hosted = part.env.get("remote") or config.launch.env_hosts
         in_part(name, *((check_values, "env", EnvKeys, part.env) if hosted else (_check_part, part, given)))
-    check_sync(config)
-    check_engine(config)
-    if "lora" in (config.sync.name, config.sync.fallback):
-        check_adapter_alone(config)
-    _check_temperature(config, needs)
-    _check_updates(config, needs)
 
 
-def _check_updates(config: Config, needs: Needs) -> None:
-    """Raise ConfigError for numbers that make no optimizer steps of a rollout."""
-    updates, prompts = config.training.updates_per_rollout, config.rollout.prompts
-    if needs.learns_from != "episodes":
-        return
-    if updates > prompts:
-        raise ConfigError(
-            f"training.updates_per_rollout={updates} is not accepted. Use at most one per prompt ({prompts})."
-        )
-    if config.training.epochs is not None and config.max_steps:
-        raise ConfigError(
-            f"training.epochs={config.training.epochs:g} counts passes over a dataset, but algorithm.name="
-            f"{config.algorithm['name']!r} samples. Did you mean training.passes_per_rollout, the passes over the samples "
-            "of a step, or max_steps?"
-        )
+def _conflicts(config: Config, given: Given, needs: Needs) -> dict[str, Any]:
+    """Return messages about keys that cannot be combined, each with whether it holds; in silence they would change a run."""
+    algorithm = f"algorithm.name={config.algorithm['name']!r}"
+    inference = f"inference.name={config.inference['name']!r}"
+    engine, cohost = ENGINES[config.inference["name"]], config.inference.get("cohost")
+    lora, vision, sync = config.model.lora, config.model.vision, config.sync
+    rollout, training = config.rollout, config.training
+    ways, router = {sync.name, sync.fallback or "auto"} - {"auto"}, config.inference.get("router")
+    for way in ways:
+        PUBLISHERS[way]  # answers an unknown name
+    samples = needs.learns_from == "episodes"
+    # Answers that are compared with each other, or with the most probable one, are all the same at temperature 0.
+    drawn_apart = any(rung.get("temperature", 0.0) > 0 for rung in needs.sampling)
+    compared = (needs.group and not drawn_apart) or needs.greedy_baseline
+    of_episodes = given.reward_functions, given.env_class, config.curriculum
+    objects = given.reward_functions, given.env_class, given.dataset, given.eval_dataset
+    return {
+        "model.lora.targets and model.lora.alpha have no effect without an adapter. Set model.lora.rank, such as 16, or "
+        "remove them.": not lora.rank and (lora.targets or lora.alpha),
+        "model.vision=train cannot be combined with model.lora, which trains only text. Set model.vision=frozen.": (
+            lora.rank and vision == "train"
+        ),
+        f"model.vision={vision} is not accepted with {inference}, which takes no images.": (
+            vision != "none" and not engine.takes_images
+        ),
+        f"parts are environments, but {algorithm} learns from {needs.learns_from}. Remove parts.": (
+            config.parts and not samples
+        ),
+        "Objects of Python (dataset, reward_functions, env) cannot be combined with parts. Name them inside each part.": (
+            config.parts and any(item is not None for item in objects)
+        ),
+        f"rollout.temperature=0 is not accepted with {algorithm}, which compares the answers to a prompt: they would all be "
+        "the same. Set rollout.temperature above 0; for evaluation set eval.temperature.": (
+            samples and compared and not rollout.temperature and config.max_steps
+        ),
+        f"training.updates_per_rollout={training.updates_per_rollout} is not accepted. Use at most one per prompt "
+        f"({rollout.prompts}).": samples and training.updates_per_rollout > rollout.prompts,
+        f"training.epochs counts passes over a dataset, but {algorithm} samples. Did you mean training.passes_per_rollout, "
+        "the passes over the samples of a step, or max_steps?": (
+            samples and training.epochs is not None and config.max_steps
+        ),
+        "training.passes_per_rollout repeats the samples of a rollout, and a dataset has none. Set training.epochs.": (
+            not samples and training.passes_per_rollout > 1
+        ),
+        f"reward_functions, env and curriculum are not accepted with {algorithm}, which samples nothing and learns from "
+        f"{needs.learns_from}. Remove them.": not samples and any(item is not None for item in of_episodes),
+        f"rollout.prompts=1 is not accepted with {algorithm}, which pairs answers with other prompts of a step. Use 2 or "
+        "more.": needs.mismatched and rollout.prompts < 2,
+        f"sync={' and '.join(sorted(ways))} is not accepted with {inference}. Accepted: {', '.join(engine.publishers)}.": (
+            not ways <= set(engine.publishers)
+        ),
+        "sync.name=lora needs model.lora.rank above 0, no inference.router, which does not know of adapters, and no "
+        "sync.fallback, whose merged weights under an adapter would count twice.": (
+            "lora" in ways and (not lora.rank or router or sync.fallback)
+        ),
+        "inference.cohost=true publishes through files. Remove sync.name and sync.fallback.": (
+            cohost and (ways - {"filesystem"} or sync.fallback)
+        ),
+        "inference.cohost=true cannot be combined with inference.router: its health checks make sleeping servers generate. "
+        "Remove inference.router (and launch.router).": cohost and router,
+        f"rollout.max_staleness={rollout.max_staleness} needs servers on separate devices, not {inference} or "
+        "inference.cohost. `rl4llm info` lists engines.": rollout.max_staleness and (cohost or not engine.is_server),
+        f"model.vision=train with {inference} is not accepted beside rollout.max_staleness or inference.router: servers "
+        "keep features of images that an earlier version made. Set model.vision=frozen.": (
+            vision == "train" and engine.keeps_features and (rollout.max_staleness or router)
+        ),
+    }  # fmt: skip
 
 
 def warnings_of(config: Config) -> list[str]:
@@ -104,13 +141,21 @@ def warnings_of(config: Config) -> list[str]:
 
 
 def _escapes(config: Config) -> list[str]:
-    r"""Return warnings about texts of one line with a ``\n`` that a shell or single quotes kept, and that is not of TeX."""
+    r"""Return warnings about texts with a ``\n`` that a shell or single quotes kept, and that is not of TeX."""
+    texts = {
+        f"{f'parts.{name}.' if name else ''}{key}": text
+        for name, part in by_part(config).items()
+        for key, text in {
+            "data.system_prompt": part.data.system_prompt or "",
+            "data.prompt_template": part.data.prompt_template or "",
+            "rollout.stop": "".join(part.rollout.stop),
+        }.items()
+    }
     return [
-        f"{f'parts.{part}.' if part else ''}data.{key} has a backslash and an n, which the policy reads as such. For a line "
-        f"break put double quotes around the text, as in 'data.{key}=\"Question:\\nAnswer:\"'."
-        for part, own in by_part(config).items()
-        for key in ("system_prompt", "prompt_template")
-        if "\n" not in (text := getattr(own.data, key) or "") and re.search(r"(?<!['\"`])\\n(?![a-z])", text)
+        f"{key} has a backslash and an n, which is no line break. For one put double quotes around the text, as in "
+        f"'{key}=\"Question:\\nAnswer:\"'."
+        for key, text in texts.items()
+        if "\n" not in text and re.search(r"(?<!['\"`])\\n(?![a-z])", text)
     ]
 
 
@@ -138,21 +183,15 @@ def rate_warnings(config: Config) -> list[str]:
 
 def nobody_starts(config: Config, ranks: int) -> str:
     """Return a warning if the section `launch` asks for processes that this trainer of `ranks` does not have; "" if not."""
-    remote = [
-        config.env.get("remote"),
-        *(part.get("env", {}).get("remote") for part in config.parts.values()),
-    ]
-    asked = {
-        "servers": config.launch.servers if not config.inference.get("url") else 0,
-        "env_hosts": config.launch.env_hosts if not any(remote) else 0,
-        "nproc": config.launch.nproc if ranks == 1 and config.launch.nproc > 1 else 0,
+    launch = config.launch
+    remote = any(part.env.get("remote") for part in by_part(config).values())
+    unstarted = {
+        "servers": 0 if config.inference.get("url") else launch.servers,
+        "env_hosts": 0 if remote else launch.env_hosts,
+        "nproc": launch.nproc if ranks == 1 < launch.nproc else 0,
     }
-    missed = ", ".join(f"launch.{name}={count}" for name, count in asked.items() if count)
-    return (
-        f"{missed} has no effect here: only `rl4llm launch CONFIG` starts these processes, with --on LAUNCHER all of them."
-        if missed
-        else ""
-    )
+    keys = ", ".join(f"launch.{name}={count}" for name, count in unstarted.items() if count)
+    return keys and f"{keys} has no effect here: only `rl4llm launch CONFIG` starts these processes."
 
 
 def in_part(name: str, function: Callable[..., T], *args: Any) -> T:
@@ -165,47 +204,8 @@ def in_part(name: str, function: Callable[..., T], *args: Any) -> T:
         raise type(error)(f"parts.{name}: {error}") from error
 
 
-def _check_slips(part: Config) -> None:
-    """Raise ConfigError for a stop that no user means as it is: an empty one, or an escape sequence."""
-    for stop in part.rollout.stop:
-        if not stop or re.fullmatch(r"(\\[nrt])+", stop):
-            what = "is a backslash and a letter" if stop else "ends each turn at once"
-            mend = "for a line break write 'rollout.stop=[\"\\n\"]'" if stop else "remove it"
-            raise ConfigError(f"rollout.stop: {stop!r} {what}. Next: {mend}.")
-
-
 def _check_part(part: Config, given: Given) -> None:
     """Raise ConfigError for an option that the environment or a reward of a part does not accept."""
     check_env_options(given.env_class or ENVIRONMENTS[part.env["name"]], part.env)
     for item in part.rewards or () if given.reward_functions is None else ():
         check_reward(weighed(item)[0])
-
-
-def _check_temperature(config: Config, needs: Needs) -> None:
-    """Raise ConfigError if answers that are compared with each other cannot differ."""
-    if config.rollout.temperature > 0 or needs.learns_from != "episodes" or not config.max_steps:
-        return
-    drawn_apart = any(rung.get("temperature", 0.0) > 0 for rung in needs.sampling)
-    if (needs.group and not drawn_apart) or needs.greedy_baseline:
-        others = "the most probable answer" if needs.greedy_baseline else "each other"
-        raise ConfigError(
-            f"rollout.temperature=0 is not accepted with algorithm.name={config.algorithm['name']!r}: the answers to a "
-            f"prompt are compared with {others}. At temperature 0 they are all the same, so nothing is learned. Set "
-            "rollout.temperature above 0, e.g. to 1.0. For evaluation set eval.temperature."
-        )
-
-
-def _check_mixture(config: Config, given: Given, learns_from: str) -> None:
-    """Raise ConfigError for what cannot be combined with several environments."""
-    if not config.parts:
-        return
-    if learns_from != "episodes":
-        name = config.algorithm["name"]
-        raise ConfigError(
-            f"parts are environments, but algorithm.name={name!r} learns from {learns_from}. Remove parts."
-        )
-    for what in ("dataset", "eval_dataset", "reward_functions", "env_class"):
-        if getattr(given, what) is not None:
-            raise ConfigError(
-                f"{what.removesuffix('_class')} cannot be combined with parts. Set it inside each part."
-            )

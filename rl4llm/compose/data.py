@@ -13,7 +13,6 @@ from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, SpecialTokenError
 from rl4llm.core.registry import load
-from rl4llm.core.schema import accepted_options
 from rl4llm.core.tables import GENERATED
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.lengths import dropped, place, unfit, usable_rows
@@ -64,8 +63,8 @@ def held_out_rows(setup: Setup) -> Any:
     stored = isinstance(source, str) and source not in GENERATED
     if config.eval.path is None and source == config.data.path and stored and not has_splits(source):
         raise ConfigError(
-            f"eval: data.path={source!r} is one file without splits, so the held-out set would be the training set. "
-            "Set eval.path to other prompts, or eval.every=0 to turn evaluation off."
+            f"data.path={source!r} has no splits, so the held-out set would be the training set. Set eval.path to other "
+            "prompts, or eval.every=0 to turn evaluation off."
         )
     return rows_to_measure(setup, source)
 
@@ -75,37 +74,28 @@ def rows_to_measure(setup: Setup, source: Any) -> Any:
     return _load(setup, source, setup.config.eval.split, setup.config.eval.limit)
 
 
-def _generator(setup: Setup, source: Any) -> Callable[..., Any] | None:
-    """Return what generates the rows: the environment, which then accepts no others, or a built-in task; else None."""
-    bring = setup.env_class.prompts
-    if bring is not None and source is None:
-        return partial(make_prompts, setup.env_class, setup.config.env)
-    if bring is not None:
-        raise ConfigError(
-            f"{source!r:.100} is not accepted as data with the environment {setup.env_class.__name__}, which "
-            "has its own prompts. Remove data.path and eval.path."
-        )
-    if source is None:
-        raise ConfigError(
-            "data.path is not set. Set it in the YAML file or on the command line: data.path=..."
-        )
-    return GENERATED[source] if isinstance(source, str) and source in GENERATED else None
-
-
 def _load(setup: Setup, source: Any, split: str, limit: int | None) -> Any:
-    config, learns_from = setup.config, setup.needs.learns_from
-    generate = _generator(setup, source)
-    if generate is not None:
-        if learns_from != "episodes":
-            where = "The data of the environment" if source is None else f"data.path={source!r}"
+    """Load rows of a source, or let the environment or a built-in task generate them."""
+    config, own = setup.config, setup.env_class.prompts
+    if own is not None and source is not None:
+        raise ConfigError(
+            f"The environment {setup.env_class.__name__} has its own prompts. Remove data.path and eval.path."
+        )
+    if own is not None or (isinstance(source, str) and source in GENERATED):
+        if config.data.system_prompt is not None or config.data.prompt_template is not None:
             raise ConfigError(
-                f"{where} is a generated task for episodes, but algorithm.name={config.algorithm['name']!r} "
-                f"learns from {learns_from}. Set data.path to a dataset of {learns_from}."
+                "data.system_prompt and data.prompt_template have no effect on generated prompts. Remove them; some "
+                "environments have options of these names."
             )
-        _check_texts_of(setup)
-        rows = generate(split, limit)
+        rows = (
+            make_prompts(setup.env_class, config.env, split, limit)
+            if own
+            else GENERATED[source](split, limit)
+        )
+    elif source is None:
+        raise ConfigError("data.path is not set. Set it in the YAML file, or with data.path=...")
     else:
-        rows = stored_rows(config, source, split, limit, learns_from)
+        rows = stored_rows(config, source, split, limit, setup.needs.learns_from)
     name = config.env["name"] if source is None else type(source).__name__
     name = source if isinstance(source, str) else name
     setup.identity.add_rows(f"{name}, {split}, {limit or 'all'}", rows)
@@ -128,17 +118,6 @@ def stored_rows(config: Config, source: Any, split: str, limit: int | None, lear
         bad_rows=data.bad_rows,
         images=config.model.vision != "none",
     )
-
-
-def _check_texts_of(setup: Setup) -> None:
-    """Raise ConfigError for keys that change the texts of a dataset, which generated prompts would ignore."""
-    for name in ("system_prompt", "prompt_template"):
-        if getattr(setup.config.data, name) is not None:
-            bring = setup.env_class.prompts
-            of_env = bring is not None and name in accepted_options(bring)
-            raise ConfigError(
-                f"data.{name} has no effect on generated prompts. Next step: {f'set env.{name}' if of_env else 'remove it'}."
-            )
 
 
 def prompt_stream(setup: Setup, dataset: Any) -> PromptStream:
@@ -208,12 +187,7 @@ def fit_datasets(
             rows = part.dataset
             part.dataset = fitting_prompts(rows, part, renderer, context_length, config, where)
             warnings += dropped(rows, part.dataset, f"{prefix}{where}")
-    if config.rollout.max_tokens >= context_length:
-        warnings.append(
-            f"{prefix}rollout.max_tokens={config.rollout.max_tokens} does not fit into the context of the model, "
-            f"{context_length} tokens with the prompt: a turn ends where the context does. Set it lower."
-        )
-    return warnings + ([] if prefix else few_rows(setup, env.dataset))
+    return warnings
 
 
 def _unread_replies(env: BaseMDPEnv, config: Config, prefix: str) -> list[str]:
@@ -222,21 +196,8 @@ def _unread_replies(env: BaseMDPEnv, config: Config, prefix: str) -> list[str]:
     if not answers or env.max_steps > 1 or "max_steps" in config.env:
         return []
     return [
-        f"{prefix}env: an episode has one turn, so the policy reads no message that {type(env).__name__}.respond returns. "
-        "Next: set env.max_steps to the number of turns; env.max_steps=1 keeps one."
-    ]
-
-
-def few_rows(setup: Setup, rows: Any) -> list[str]:
-    """Return a warning if a step trains on more prompts than there are rows."""
-    prompts, ranks = setup.config.rollout.prompts, setup.machine.ranks.size
-    count = prompts * ranks
-    if len(rows) >= count:
-        return []
-    on = f" on each of {ranks} ranks" if ranks > 1 else ""
-    return [
-        f"data has {len(rows)} rows, but a step takes {count} (rollout.prompts={prompts}{on}): some are in "
-        "a step twice. Set rollout.prompts lower, or use more data."
+        f"{prefix}env: the policy reads no message that {type(env).__name__}.respond returns: an episode has one turn. "
+        "Set env.max_steps to the number of turns; env.max_steps=1 keeps one."
     ]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from rl4llm.compose.models import vision_of
 from rl4llm.compose.setup import Setup, stale_note
@@ -19,12 +17,11 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_reward import needs_ground_truth
 from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.registry import elsewhere, from_extension, imported, load
-from rl4llm.core.schema import accepted_options, check_values, with_options
+from rl4llm.core.schema import accepted_options, check_values, fits, refusal, with_options
 from rl4llm.core.tables import OPPONENTS
 from rl4llm.data.columns import TOOLS
 from rl4llm.data.lengths import SHOWN, place, rows_without, usable_rows
 from rl4llm.data.load import Rows
-from rl4llm.envs import ENVIRONMENTS
 from rl4llm.rewards import as_reward_function
 from rl4llm.runtime.ranks import Ranks
 
@@ -59,12 +56,10 @@ def with_hosts(setup: Setup) -> Setup:
     config, given = setup.config, setup.given
     if not config.env.get("remote") or setup.needs.learns_from != "episodes":
         return setup
-    for what, item in (("reward_functions", given.reward_functions), ("env", given.env_class)):
-        if item is not None:
-            raise ConfigError(
-                f"{what} given as Python objects cannot be sent to env.remote={config.env['remote']}. "
-                "Use registered names instead."
-            )
+    if given.reward_functions is not None or given.env_class is not None:
+        raise ConfigError(
+            "env.remote takes no Python objects as reward_functions or env. Use registered names."
+        )
     hosted = from_extension("hosted_environment", "env.remote")(config.env)
     return replace(setup, given=replace(given, hosted=hosted))
 
@@ -78,7 +73,6 @@ def build_env(
 ) -> BaseMDPEnv:
     """Make the environment with its options, and with those `provided` objects that it has a parameter for."""
     config, tokenizer, ranks = setup.config, setup.tokenizer, setup.machine.ranks
-    _demand_ground_truth(dataset, rewards)
     dataset = readable_rows(dataset, rewards, skip=config.data.bad_rows == "skip")
     fixed = {
         "dataset": dataset,
@@ -126,11 +120,9 @@ def check_curriculum(config: Config, envs: Sequence[BaseMDPEnv]) -> None:
     """Raise ConfigError if a curriculum follows successes that no reward of an environment defines."""
     for env in envs if config.curriculum is not None else ():
         if env.success_at is None and all(reward.success_at is None for reward in env.reward_functions):
-            names = ", ".join(reward.name for reward in env.reward_functions) or "no reward"
             raise ConfigError(
-                f"curriculum={config.curriculum!r} draws prompts by their successes, but no reward defines success "
-                f"(rewards: {names}). Next: give one the lowest score of a success, such as "
-                "rewards=[{name: NAME, success_at: 1}]."
+                f"curriculum={config.curriculum!r} draws prompts by their successes, but no reward defines it. Give one "
+                "the lowest score of a success, such as rewards=[{name: NAME, success_at: 1}]."
             )
 
 
@@ -140,21 +132,6 @@ def example_of_calls(rows: Any, tokenizer: Any, template_args: Mapping[str, Any]
         return ""
     find = load("rl4llm.envs.tools.formats:call_format")
     return find("auto", tokenizer, shown=False, template_args=template_args).example
-
-
-def _demand_ground_truth(rows: Any, rewards: Sequence[BaseRewardFunction]) -> None:
-    """Raise DataError, with the place of the row, if a row of a dataset lacks a ground truth that a reward needs."""
-    needing = next((reward for reward in rewards if needs_ground_truth(reward)), None)
-    if needing is None or not isinstance(rows, Rows):
-        return
-    for number, row in enumerate(rows):
-        if row["ground_truth"] is None:
-            columns = ", ".join(name for name in row if name not in ("prompt_id", "messages", "ground_truth"))
-            raise DataError(
-                f"{place(rows, number)} has no ground truth, with which the reward {needing.name!r} compares answers. Next: "
-                f"fill it in, set data.answer_column to its column (the row has: {columns or 'no other column'}), or use "
-                "rewards that need none; the class of such a reward sets needs_ground_truth = False."
-            )
 
 
 def readable_rows(rows: Any, rewards: Sequence[BaseRewardFunction], *, skip: bool) -> Any:
@@ -173,12 +150,16 @@ def _fault(row: Mapping[str, Any], rewards: Sequence[BaseRewardFunction]) -> str
     columns = {name: row[name] for name in row if name not in ("prompt_id", "messages", "ground_truth")}
     truth = row["ground_truth"]
     for reward in rewards:
+        is_missing = truth is None or (isinstance(truth, numbers.Real | Decimal) and truth != truth)  # NaN
+        if is_missing and needs_ground_truth(reward):
+            return (
+                f"the row has no ground truth, with which the reward {reward.name!r} compares answers. Next: fill it in, or "
+                f"set data.answer_column to its column (the row has: {', '.join(columns) or 'no other column'})."
+            )
         try:
             reward.check_row(truth, columns)
         except DataError as error:
             return str(error)
-        if isinstance(truth, numbers.Real | Decimal) and truth != truth and needs_ground_truth(reward):
-            return f"the ground truth is NaN, a missing value, with which the reward {reward.name!r} compares answers."
         if fault := _fault(row, reward.parts):
             return fault
     return ""
@@ -229,35 +210,27 @@ def build_rewards(
     functions = [load(scaled)(*pair) if pair[0].per_turn else pair[0] for pair in pairs]
     weights = {function.name: weight for function, weight in pairs if not function.per_turn}
     if config.env.get("reward_transform_fn") is not None:
-        return functions, _own_transform(config.env["reward_transform_fn"], weights)
+        return functions, _transform(config.env["reward_transform_fn"], weights)
     if not weights or list(weights.values()) == [1.0]:
         return functions, None
     return functions, load("rl4llm.rewards.combine:weighted_sum")(weights)
 
 
-def _own_transform(name: Any, weights: Mapping[str, float]) -> Any:
+def _transform(name: Any, weights: Mapping[str, float]) -> Any:
     """Return the function that replaces the weights of the terminal rewards; raise ConfigError if they have weights too."""
-    where = f"env.reward_transform_fn={name!r}"
-    heavy = [reward for reward, weight in weights.items() if weight != 1.0]
-    if heavy:
+    if set(weights.values()) - {1.0}:
         raise ConfigError(
-            f"{where} gets the rewards without weights, but {heavy[0]!r} has one. Remove the weight or the function."
+            f"env.reward_transform_fn={name!r} ignores the weights of rewards. Remove one of them."
         )
     return name if callable(name) else imported("env.reward_transform_fn", str(name))
 
 
 def weighed(item: Any) -> tuple[Any, float]:
     """Split a reward of a configuration into its options and its weight."""
-    if not isinstance(item, str | Mapping):
-        raise ConfigError(
-            f"rewards: {item!r} is not accepted. Accepted: a name, or a mapping with name, weight and options."
-        )
     options = {"name": item} if isinstance(item, str) else dict(item)
     weight = options.pop("weight", 1.0)
-    if not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ConfigError(
-            f"rewards: weight={weight!r} of {options.get('name')!r} is not accepted. Accepted: a finite number."
-        )
+    if not fits(weight, float):
+        raise ConfigError(refusal(f"rewards: weight of {options.get('name')!r}", weight, float))
     return options, float(weight)
 
 
@@ -284,8 +257,6 @@ def make_env(
         objects["provided"] = Provided({name: partial(provided.__getitem__, name) for name in shared})
     chosen = {name: value for name, value in chosen.items() if name not in objects}
     env = with_options("env", env_class, chosen, **fixed, **objects)
-    if not hasattr(env, "dataset"):
-        raise ConfigError(f"{type(env).__name__}.__init__ must call super().__init__(*args, **kwargs).")
     return _rendered_by(env, options)
 
 
@@ -295,7 +266,7 @@ def check_env_options(env_class: Any, options: Mapping[str, Any]) -> None:
     of_env = accepted_options(env_class) - {*FIXED, "sandbox", "provided"}
     for name in options:
         if name not in of_env | of_prompts | COMMON:
-            message = unknown("env option", name, of_env | of_prompts | COMMON) + _with_option(name)
+            message = unknown("env option", name, of_env | of_prompts | COMMON)
             raise ConfigError(elsewhere("key", f"env.{name}") or message)
     check_values("env", EnvKeys, options)
     class_options = {name: value for name, value in options.items() if name not in COMMON}
@@ -305,26 +276,13 @@ def check_env_options(env_class: Any, options: Mapping[str, Any]) -> None:
         load("rl4llm.envs.tools.tool:check_tool")(item)
 
 
-def _with_option(option: str) -> str:
-    """Return a sentence that names the environments with this option; "" if there is none."""
-    names = []
-    for name in ENVIRONMENTS:
-        with suppress(ConfigError):  # of an installed package that is broken
-            if option in accepted_options(ENVIRONMENTS[name]):
-                names.append(name)
-    return f" It is an option of env.name={' and '.join(names)}." if names else ""
-
-
 def make_prompts(
     env_class: Any, options: Mapping[str, Any], split: str, limit: int | None
 ) -> Sequence[Mapping[str, Any]]:
     """Return the prompts of an environment, made with those of its options that concern them."""
     accepted = accepted_options(env_class.prompts)
     chosen = {name: value for name, value in options.items() if name in accepted}
-    rows = with_options("env", env_class.prompts, chosen, split, limit)
-    if not isinstance(rows, Sized):
-        raise DataError(f"{env_class.__name__}.prompts must return a list of rows, not {rows!r:.100}.")
-    return cast(Sequence[Mapping[str, Any]], rows)
+    return with_options("env", env_class.prompts, chosen, split, limit)
 
 
 def build_opponents(setup: Setup) -> Any:

@@ -53,12 +53,10 @@ def build_policy(setup: Setup) -> BaseBackend:
         from rl4llm.backends.lora import add_adapter  # noqa: PLC0415 - most runs have no adapter
 
         adapter = add_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
-    if not any(
-        item.requires_grad for part in (model, value_head) if part is not None for item in part.parameters()
-    ):
+    learns = [*model.parameters(), *(value_head.parameters() if value_head is not None else ())]
+    if not any(item.requires_grad for item in learns):
         raise ModelError(
-            f"None of the parameters of {config.model.path} trains: requires_grad is False for all. Next: set it with "
-            "model.requires_grad_(True), or set model.lora.rank to train an adapter."
+            f"{config.model.path}: requires_grad is False for all parameters. Set it, or model.lora.rank."
         )
     # in which the policy learns
     steps = config.max_steps - (needs.critic.warmup_steps if needs.critic else 0)
@@ -92,11 +90,6 @@ def build_reference(setup: Setup, policy: BaseBackend, start: Any) -> TokenScore
     if needs.reference_path is not None:
         _check_same_tokens(tokenizer, needs.reference_path, setup.config.model.pad_token)
     model = _model_to_place(setup, start if needs.reference_path is None else None, needs.reference_path)
-    if model.get_input_embeddings().num_embeddings < len(tokenizer):
-        raise ConfigError(
-            f"The model {needs.reference_path!r} has {model.get_input_embeddings().num_embeddings} tokens, but the "
-            f"tokenizer has {len(tokenizer)}. Use a model with the same vocabulary."
-        )
     setup.identity.add_weights(needs.reference_path or setup.config.model.path, model)
     return _on_backend(setup, model, trains=False)
 
@@ -115,16 +108,11 @@ def build_model(config: Config, algorithm: BaseAlgorithm, name: str) -> BaseBack
 
 def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None:
     """Raise ConfigError unless both tokenizers map the same tokens to the same ids."""
-    ids, other_ids = tokenizer.get_vocab(), load_tokenizer(path, pad_token=pad_token).get_vocab()
-    different = sorted(ids.items() - other_ids.items(), key=lambda item: item[1]) or sorted(
-        other_ids.items() - ids.items()
-    )
-    if different:
-        token, _ = different[0]
+    ids, reference_ids = tokenizer.get_vocab(), load_tokenizer(path, pad_token=pad_token).get_vocab()
+    if different := sorted(ids.items() ^ reference_ids.items(), key=lambda item: item[1]):
         raise ConfigError(
-            f"The tokenizer of {path!r} differs from that of model.path: {len(other_ids)} tokens, not {len(ids)}, and "
-            f"{token!r} has the id {other_ids.get(token, 'none')}, not {ids.get(token, 'none')}. "
-            "A teacher or reference must have the same tokenizer."
+            f"The tokenizer of {path!r} is not that of model.path, first in {different[0][0]!r}. A reference or teacher "
+            "must have the same tokenizer."
         )
 
 

@@ -6,7 +6,6 @@ Its identity is the keys and objects that a resumed run must not change.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -169,13 +168,9 @@ def _set_up_gpu(config: Config, device: torch.device) -> None:
 
 def device_of(config: Config) -> str:
     """Return the device of the models; "auto" uses a GPU if there is one."""
-    if config.model.device != "auto":
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", config.model.device):
-            raise ConfigError(
-                f"model.device={config.model.device!r} is not accepted. Accepted: auto, cpu, cuda or cuda:1."
-            )
-        return config.model.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.model.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.model.device
 
 
 def autocast_of(config: Config) -> str:
@@ -199,9 +194,8 @@ def demand_device(name: str) -> None:
     device, gpus = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ConfigError(
-            f"model.device={name!r} is not available: torch {torch.__version__} finds {gpus} GPU(s). Next: use "
-            "model.device=auto, or install a CUDA build of torch. To plan for another machine, use "
-            "`rl4llm plan --device-memory`."
+            f"model.device={name!r} is not available: torch {torch.__version__} finds {gpus} GPU(s). Use model.device=auto; "
+            "`rl4llm plan --device-memory` plans for another machine."
         )
 
 
@@ -252,8 +246,8 @@ def refuse_hidden(config: Config) -> None:
     for key, value in flatten(replace(config, launch=LaunchConfig())).items():
         if HIDDEN in str(value):
             raise ConfigError(
-                f"{key} is {HIDDEN!r}: a run does not write secrets into its directory. Next: use the file that the run was "
-                "started with, or set the key to another value, such as ${oc.env:NAME}."
+                f"{key} is {HIDDEN!r}, since a run writes no secrets. Set it again, as to ${{oc.env:NAME}}, or use the file "
+                "that the run was started with."
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl4llm.backends.models import stored_config
 from rl4llm.compose.choices import warnings_of
-from rl4llm.compose.data import by_size, check_texts, few_rows, held_out_rows, prompt_stream, rows_to_measure
+from rl4llm.compose.data import by_size, check_texts, held_out_rows, prompt_stream, rows_to_measure
 from rl4llm.compose.environments import example_of_calls, make_env, make_rewards
 from rl4llm.compose.models import build_policy, build_reference, vision_of
 from rl4llm.compose.setup import Setup, held
@@ -53,7 +53,6 @@ READERS: dict[str, Callable[[Renderer, Mapping[str, Any], str], Group]] = {
 def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     """Check and load what a run on `dataset` needs, and make its trainer."""
     needs, given, tokenizer = setup.needs, setup.given, setup.tokenizer
-    _check_supervised(setup)
     held_out = held_out_rows(setup) or ()
     reader, fitting = dataset_reader(setup, dataset)
     stored = given.model.config if given.model is not None else stored_config(setup.config.model.path)
@@ -84,7 +83,6 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
         *overlap_warnings(dataset, held_out, "eval", answered=answered),
         *dropped(dataset, fitted, "data"),
         *dropped(held_out, kept_out, "eval"),
-        *few_rows(setup, fitted),
         *backend.warnings(),
     ]
     return DatasetTrainer(
@@ -110,27 +108,6 @@ def with_steps(config: Config, rows: int, ranks: int) -> tuple[Config, str]:
     if "max_steps" in config.given and config.max_steps < steps:
         return config, f"{note}, and max_steps={config.max_steps:,} ends the run earlier"
     return replace(config, max_steps=steps), note
-
-
-def _check_supervised(setup: Setup) -> None:
-    """Raise ConfigError for options that make no sense if nothing is sampled."""
-    config, given, needs = setup.config, setup.given, setup.needs
-    pools = ("curriculum", config.curriculum)
-    for what, item in (("reward_functions", given.reward_functions), ("env", given.env_class), pools):
-        if item is not None:
-            raise ConfigError(
-                f"{what} is not accepted with algorithm.name={config.algorithm['name']!r}, which samples nothing and learns "
-                f"from {needs.learns_from} in a dataset. Remove it."
-            )
-    if config.training.passes_per_rollout > 1:
-        raise ConfigError(
-            "training.passes_per_rollout repeats the samples of a rollout, and a dataset has none. Set training.epochs."
-        )
-    if needs.mismatched and config.rollout.prompts < 2:
-        raise ConfigError(
-            f"rollout.prompts={config.rollout.prompts} is not accepted with algorithm.name={config.algorithm['name']!r}: "
-            "each step pairs answers with other prompts of the step. Use 2 or more."
-        )
 
 
 Fitting = Callable[[Any, int, str], Any]
@@ -164,8 +141,8 @@ def _check_last_token(group: Group, tokenizer: Any) -> None:
     token = group.trajectories[0].spans[-2].token_ids[-1]
     if token == tokenizer.pad_token_id:
         raise ConfigError(
-            f"Conversations end with {tokenizer.pad_token!r}, which is also the pad token: transformers would give the "
-            "score of a reward model one token earlier. Set model.pad_token to another special token."
+            f"Conversations end with the pad token {token!r}, which classifiers of transformers skip. Set model.pad_token "
+            "to another special token."
         )
 
 

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.compose.choices import check_choices, in_part, warnings_of
 from rl4llm.compose.data import fit_datasets, held_out_rows, micro_batch_plan, prompts_of, training_rows
-from rl4llm.compose.engines import (
-    build_canary,
-    build_client,
-    build_publisher,
-    check_hosts,
-    check_parts,
-    free_device,
-)
+from rl4llm.compose.engines import build_canary, build_client, build_publisher, check_parts, free_device
 from rl4llm.compose.environments import (
     Provided,
     build_env,
@@ -90,7 +83,6 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     if setup.needs.learns_from != "episodes":
         trainer: DatasetTrainer = load(SUPERVISED)(setup, datasets[""], run)
         return trainer
-    check_hosts(config)
     make = _reinforced(setup, parts, datasets)
     return make(held(setup, run))
 

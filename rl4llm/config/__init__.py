@@ -7,22 +7,22 @@ of that name, see `rl4llm.compose`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from rl4llm.config.keys import FREE, PART_KEYS, Config, LaunchConfig, TrackingConfig
 from rl4llm.config.overrides import annotation, layer_of, read_yaml, whole_lists
 from rl4llm.config.references import expand_paths, hide_unset, references_in, variables, written
-from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.errors import ConfigError, did_you_mean, unknown
 from rl4llm.core.registry import elsewhere
-from rl4llm.core.schema import check_fields, hint_in, hints_of, is_text, means_null, refusal, takes
+from rl4llm.core.schema import check_fields, hint_in, is_text, means_null, refusal, takes
 
 __all__ = [
     "CONFIGS", "Config", "LaunchConfig", "TrackingConfig", "annotation_of", "as_written", "by_part", "flatten",
@@ -55,7 +55,7 @@ def load_config(
             layer = _read(file)
             merged = _merge(merged, layer)
         except ConfigError as error:
-            raise ConfigError(error if str(file) in str(error) else f"{file}: {error}") from None
+            raise ConfigError(f"{file}: {error}") from None
         keys |= flatten(layer).keys()
     layer = layer_of(overrides, Config)
     merged = _merge(merged, layer)
@@ -88,30 +88,16 @@ def by_part(config: Config) -> dict[str, Config]:
     return {name: _part(name, part, whole) for name, part in config.parts.items()}
 
 
-def _part(name: str, part: Any, whole: DictConfig) -> Config:
-    where = f"parts.{name}"
-    if not re.fullmatch(r"[a-zA-Z0-9_\-]+", str(name)):
-        raise ConfigError(
-            f"{where}: the name {name!r} is not accepted. Accepted: letters, digits, '_' and '-'."
-        )
-    if not isinstance(part, Mapping):
-        raise ConfigError(
-            f"{where}={part!r} is not accepted. Accepted: a mapping with weight and any of {', '.join(PART_KEYS)}."
-        )
-    keys = {key: value for key, value in part.items() if key != "weight"}
-    for section, value in keys.items():
-        if section not in PART_KEYS:
-            raise ConfigError(unknown(f"{where}: the key", str(section), ("weight", *PART_KEYS)))
-        accepted = PART_KEYS[section]
-        for key in value if accepted and isinstance(value, Mapping) else ():
-            if key not in accepted:
-                raise ConfigError(
-                    f"{unknown(f'{where}.{section}: the key', str(key), accepted)} Other keys are set once for all parts."
-                )
+def _part(name: str, part: Mapping[str, Any], whole: DictConfig) -> Config:
     try:
-        return _checked(_merge(whole, keys))
+        for key in flatten(part):
+            if not f"{key}.".startswith(tuple(f"{name}." for name in ("weight", *PART_KEYS))):
+                section = key.partition(".")[0]
+                inside = any(name.startswith(f"{section}.") for name in PART_KEYS)
+                raise ConfigError(unknown("the key", key if inside else section, ("weight", *PART_KEYS)))
+        return _checked(_merge(whole, {key: value for key, value in part.items() if key != "weight"}))
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"parts.{name}: {error}") from None
 
 
 def to_yaml(config: Config, *, elsewhere: bool = False) -> str:
@@ -167,41 +153,16 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    path = _found(path)
+    """Return the content of a file or, for a missing name such as configs/quickstart.yaml, of the bundled one."""
+    bundled = CONFIGS.parent / path
+    is_bundled = path.parts[:1] == (CONFIGS.name,) and bundled.is_file() and not path.is_file()
     try:
-        layer = read_yaml(path.read_text(encoding="utf-8"), Config)
-    except Exception as error:
-        escape = "unknown escape" in str(error)
-        hint = " In double quotes a backslash begins an escape: use single quotes." if escape else ""
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.{hint}") from error
+        layer = read_yaml((bundled if is_bundled else path).read_text(encoding="utf-8"), Config)
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(layer, dict):
-        kind = "a list" if isinstance(layer, list) else f"{layer!r:.40}"
-        raise ConfigError(
-            f"{path} must be a mapping of keys, not {kind}. Accepted: lines such as max_steps: 100."
-        )
+        raise ConfigError(f"the content {layer!r:.40} is not a mapping of keys, such as max_steps: 100.")
     return layer
-
-
-def _found(path: Path) -> Path:
-    """Return the file or, for a missing name such as configs/quickstart.yaml, the bundled one."""
-    places = [path, CONFIGS.parent / path] if path.parts[:1] == (CONFIGS.name,) else [path]
-    for place in places:
-        if place.is_file():
-            return place
-    if path.is_dir():
-        run = path / "config.yaml"
-        file = f"{run}, the configuration of this run" if run.is_file() else "the path of a YAML file"
-        raise ConfigError(f"{str(path)!r} is a directory, not a configuration file. Accepted: {file}.")
-    if "=" in path.name:
-        raise ConfigError(
-            f"{str(path)!r} is a key, but the first argument is a configuration file. Write the file before the keys, as in "
-            f"`rl4llm train configs/gsm8k_grpo.yaml {path}`."
-        )
-    names = {item.name for place in places for item in place.parent.glob("*.yaml") if item.is_file()}
-    near = difflib.get_close_matches(path.name, sorted(names), n=1)
-    accepted = " Accepted: the path of a YAML file, or configs/NAME.yaml for a bundled one."
-    hint = f" Did you mean {path.parent / near[0]}?" if near else accepted
-    raise ConfigError(f"There is no configuration file {path}.{hint}")
 
 
 def _is_file(text: str) -> bool:
@@ -210,34 +171,23 @@ def _is_file(text: str) -> bool:
 
 def _checked(merged: DictConfig) -> Config:
     """Return the configuration; raise ConfigError for a key that is not set, a broken reference or a wrong value."""
+    if missing := sorted(OmegaConf.missing_keys(merged)):
+        raise ConfigError(f"{missing[0]} is not set. Set it in the file, or with {missing[0]}=...")
     try:
-        missing = sorted(OmegaConf.missing_keys(merged))
-        if missing:
-            raise ConfigError(
-                f"{missing[0]} is not set. Set it in the YAML file or on the command line: {missing[0]}=..."
-            )
         config = OmegaConf.to_object(merged)
-    except InterpolationResolutionError as error:
-        raise ConfigError(
-            f"{error.full_key}: {str(error).splitlines()[0]}. Accepted in ${{...}}: another key, or oc.env:NAME with the "
-            "name of an environment variable that is set."
-        ) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(config, Config)  # it is what everything was merged into
     config.references = references_in(merged)
     config.output.dir = str(Path(config.output.dir))
     check_fields(config)
-    for part in FREE:
-        if not isinstance(getattr(config, part).get("name"), str):
-            raise ConfigError(f"{part}.name is not set; `rl4llm info` lists the accepted names.")
-    if not isinstance(config.curriculum, str | None) and not config.parts:
+    for section in FREE:
+        if not isinstance(getattr(config, section).get("name"), str):
+            raise ConfigError(f"{section}.name is not set; `rl4llm info` lists the accepted names.")
+    if config.curriculum is not None and isinstance(config.curriculum, str) == bool(config.parts):
         raise ConfigError(
-            f"curriculum={config.curriculum} requires `parts`, whose weights it changes. Next step: name a column of the "
-            "dataset, such as curriculum=level."
-        )
-    if isinstance(config.curriculum, str) and config.parts:
-        raise ConfigError(
-            f"curriculum={config.curriculum!r} is not accepted with `parts`. Accepted: the least share of its weight that a "
-            "part keeps, such as 0.1, or null."
+            f"curriculum={config.curriculum!r} is not accepted. Name a column of the dataset or, with `parts`, the least "
+            "share of its weight that a part keeps, such as 0.1."
         )
     by_part(config)
     return config
@@ -247,26 +197,24 @@ def _merge(config: DictConfig, changes: dict[str, Any]) -> DictConfig:
     values = _plain(config)
     changes = whole_lists(values, changes)
     for name, value in changes.items():
-        if isinstance(values.get(name), Mapping) and not isinstance(value, Mapping):
-            raise ConfigError(
-                f"{name!s}={value!r} is not accepted. Accepted: a mapping of keys.{_first_key(name, value)}"
-            )
-        if isinstance(value, Mapping) and takes(annotation_of(name), list):
-            raise ConfigError(refusal(name, value, annotation_of(name)))
-    _check_keys(flatten(changes), config)
-    _check_text_keys(flatten(changes))
+        hint = dict if isinstance(values.get(name), Mapping) else annotation_of(name)
+        if isinstance(value, Mapping) != (hint is dict) and (hint is dict or takes(hint, list)):
+            raise ConfigError(refusal(name, value, hint))
+    leaves = flatten(changes)
+    _check_keys(leaves, config)
+    _check_texts(leaves)
     try:
         layer = OmegaConf.create(changes)
         merged = _merged(config, layer)
     except ValidationError as error:
         key = re.sub(r"\[\d+\]$", "", str(error.full_key))  # of a list, not of one of its items
-        raise ConfigError(refusal(key, flatten(changes)[key], annotation_of(key))) from None
+        raise ConfigError(refusal(key, leaves[key], annotation_of(key))) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    for part in FREE:  # another name has other options, so earlier ones are dropped
-        named = changes[part].get("name") if changes.get(part) is not None else None
-        if named not in (None, config[part].get("name")):
-            merged[part] = layer[part]
+    for section in FREE:  # another name has other options, so earlier ones are dropped
+        named = changes[section].get("name") if changes.get(section) is not None else None
+        if named not in (None, config[section].get("name")):
+            merged[section] = layer[section]
     return merged
 
 
@@ -279,23 +227,16 @@ def _merged(config: DictConfig, layer: DictConfig) -> DictConfig:
     return merged
 
 
-def _check_text_keys(given: Mapping[str, Any]) -> None:
+def _check_texts(leaves: Mapping[str, Any]) -> None:
     """Raise ConfigError for a value of Python in a key for text that is not one, and for a text where null was meant."""
-    for key, value in given.items():
+    for key, value in leaves.items():
         hint = annotation_of(key)
-        if means_null(value, hint):
+        kind = hint_in(hint, "0") if isinstance(value, list) else hint
+        items = value if isinstance(value, list) else [value]
+        if means_null(value, hint) or (
+            is_text(kind) and not all(isinstance(item, str | Path | None) for item in items)
+        ):
             raise ConfigError(refusal(key, value, hint))
-        listed = isinstance(value, list)
-        for item in value if listed else [value]:
-            if is_text(hint_in(hint, "0") if listed else hint) and not isinstance(item, str | Path | None):
-                raise ConfigError(refusal(key, value, hint))
-
-
-def _first_key(section: str, value: Any) -> str:
-    """Return a sentence with the key that was meant by a text in place of a section; "" if there is none."""
-    key = "name" if section in FREE else next(iter(hints_of(annotation_of(section))), "")
-    fitting = isinstance(value, str) and (section in FREE or is_text(annotation_of(f"{section}.{key}")))
-    return f" Did you mean {section}.{key}={value}?" if fitting else ""
 
 
 def annotation_of(key: str) -> Any:
@@ -303,37 +244,17 @@ def annotation_of(key: str) -> Any:
     return annotation(Config, key.split("."))
 
 
-def _check_keys(given: Iterable[str], config: DictConfig) -> None:
+def _check_keys(keys: Iterable[str], config: DictConfig) -> None:
     free = (*FREE, "rewards", "parts")
     known = [key for key in flatten(OmegaConf.to_container(config)) if key.split(".")[0] not in free]
-    for key in given:
-        sections = {name.split(".")[0] for name in known}
-        if key.split(".")[0] in free or key in known or key in sections:
+    for key in keys:
+        section, _, leaf = key.rpartition(".")
+        if key.split(".")[0] in free or any(f"{name}.".startswith(f"{key}.") for name in known):
             continue
         if answer := elsewhere("key", key):
             raise ConfigError(f"Unknown configuration key: {answer}")
-        close = _closest(key, known)
-        hint = f" Did you mean {close!r}?" if close else ""
-        section = key.split(".")[0]
-        near = [name for name in known if name.split(".")[0] == section] or sorted(sections | set(free))
-        raise ConfigError(f"Unknown configuration key {key!r}.{hint} Known: {', '.join(near)}.")
-
-
-def _closest(key: str, known: Iterable[str]) -> str:
-    """Return the known key that was probably meant; "" if none is close.
-
-    Within a section the last parts are compared, so that the name of the section does not make all its keys look alike.
-    """
-    section, _, leaf = key.rpartition(".")
-
-    def alike(one: str, other: str) -> float:
-        return difflib.SequenceMatcher(None, one, other).ratio()
-
-    def closeness(name: str) -> float:
-        of, _, tail = name.rpartition(".")
-        same = 0.0 if of == section else 0.15 * (1 - alike(of, section))
-        flat = alike(key.replace(".", "_"), name.replace(".", "_")) if of != section else 0.0
-        return max(alike(leaf, tail) - same, flat - 0.1)
-
-    best = max(known, key=closeness)
-    return best if closeness(best) >= 0.65 else ""
+        inside = [name for name in known if section and name.startswith(f"{section}.")]
+        same = [name for name in known if name.rpartition(".")[2] == leaf]
+        near = f" Did you mean {same[0]!r}?" if same else did_you_mean(key, inside or known)
+        names = inside or dict.fromkeys(name.split(".")[0] for name in [*known, *free])
+        raise ConfigError(f"Unknown configuration key {key!r}.{near} Known: {', '.join(names)}.")

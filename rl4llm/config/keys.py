@@ -13,13 +13,10 @@ from rl4llm.core.schema import Beta, Count, Fraction, Natural, NonNegative, Posi
 FREE = ("env", "inference", "algorithm", "backend")
 """Parts whose keys are the options of the class that their `name` stands for."""
 
-PART_KEYS: dict[str, tuple[str, ...]] = {
-    "env": (),
-    "data": (),
-    "rewards": (),
-    "eval": ("path", "split", "limit"),
-    "rollout": ("max_tokens", "top_p", "top_k", "stop"),  # not temperature: log-probs are all of one
-}
+PART_KEYS = (
+    "env", "data", "rewards", "eval.path", "eval.split", "eval.limit",
+    "rollout.max_tokens", "rollout.top_p", "rollout.top_k", "rollout.stop",  # not temperature: log-probs are all of one
+)  # fmt: skip
 """What a part of a run may have for itself: whole sections, or these keys of them."""
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import InterpolationResolutionError, ValidationError
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import HIDDEN, is_secret_name, redacted
@@ -21,7 +21,7 @@ References = dict[Path, tuple[str, Any]]
 PATH_KEY = re.compile(r"(.+_)?(path|dir|ca)|cache|config|corpus")
 """Names of keys and options for paths, in which ``~`` and ``$NAME`` are expanded."""
 
-OWN = [["model"], ["data"], ["eval"], ["output"], ["sync"]]
+OWN = {("model",), ("data",), ("eval",), ("output",), ("sync",)}
 """Sections whose paths this machine opens; a class of the user may take addresses."""
 
 VARIABLE = re.compile(r"oc\.env:\s*([^,}\s]+)")
@@ -37,31 +37,21 @@ def references_in(merged: DictConfig) -> References:
 
 
 def expand_paths(merged: DictConfig) -> None:
-    """Expand ``~`` and ``$NAME`` in the values of `PATH_KEY`. Raise ConfigError for unset variables, empty paths, URLs."""
+    """Expand ``~`` and ``$NAME`` in the values of `PATH_KEY`; raise ConfigError for an unset variable or a URL."""
     for path, text in _leaves(OmegaConf.to_container(merged)):
         if isinstance(text, str) and PATH_KEY.fullmatch(str(path[-1])):
-            key, holder = ".".join(map(str, path)), _holder(merged, path)
-            holder[path[-1]] = _expanded(key, text)
-            with contextlib.suppress(OmegaConfBaseException):  # reading the configuration says what is wrong
-                if (
-                    key.split(".")[-2:-1] in OWN and holder[path[-1]] == ""
-                ):  # it would be the working directory
-                    raise ConfigError(f"{key} is empty. Write a path, or leave the key out.")
-
-
-def _expanded(key: str, text: str) -> str:
-    if key.split(".")[-2:-1] in OWN and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text):
-        raise ConfigError(
-            f"{key}={text!r} is an address, not a path. Accepted: a directory or file that this machine has, or for a model "
-            "and data a name on the hub."
-        )
-    expanded = os.path.expanduser(os.path.expandvars(text))
-    if unset := re.match(r"~[^/]*|.*?(\$\w+)", expanded):
-        raise ConfigError(
-            f"{key}={text!r}: {unset[1] or unset[0]} is not set or unknown on this machine. Next: set it, or write the path "
-            "without it."
-        )
-    return expanded
+            expanded = os.path.expanduser(os.path.expandvars(text))
+            # A directory of that name would be made, and a run would be lost in it.
+            is_url = path[-2:-1] in OWN and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text)
+            if is_url or re.match(r"~|.*\$\w", expanded):
+                key = ".".join(map(str, path))
+                wrong = (
+                    "is an address, not a path"
+                    if is_url
+                    else f"names {expanded!r}, which is unset or unknown"
+                )
+                raise ConfigError(f"{key}={text!r} {wrong}. Write a path of this machine.")
+            _holder(merged, path)[path[-1]] = expanded
 
 
 def _holder(merged: DictConfig, path: Path) -> Any:
@@ -136,12 +126,8 @@ def _leaves(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def _at(values: Any, path: Iterable[str | int]) -> Any:
     """Return the item at a path, or None."""
     for name in path:
-        inside = (
-            name in values
-            if isinstance(values, Mapping)
-            else isinstance(values, list) and int(name) < len(values)
-        )
-        if not inside:
+        try:
+            values = values[name]
+        except (LookupError, TypeError):  # it was replaced since
             return None
-        values = values[name]
     return values

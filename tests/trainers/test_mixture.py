@@ -142,7 +142,7 @@ def test_a_new_weight_makes_another_run_but_eval_rows_do_not(model_dir, tmp_path
 
 @pytest.mark.parametrize("override", [
     "parts.sums.dta.path=x", "parts.sums.data.pth=x", "parts.sums.rollout.max_token=5", "parts.sums.rollout.temperature=1",
-    "parts.sums.rollout.max_tokens=0", "parts.sums.training.lr=1", "parts.sums=5", "parts.a b.weight=1", "parts=3",
+    "parts.sums.rollout.max_tokens=0", "parts.sums.training.lr=1", "parts.sums=5", "parts=3",
 ])  # fmt: skip
 def test_an_option_that_a_part_cannot_have_is_refused(override):
     with pytest.raises(ConfigError):

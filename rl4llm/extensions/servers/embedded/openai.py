@@ -108,7 +108,7 @@ class OpenAIEndpoints:
         self.check_size(request.characters // self.dialects.longest_token)
         _check_penalties(request.ignored)
         try:
-            return request, params, *await self._in_thread(self._rendered, asked)
+            return request, params, *await self._in_thread(self._rendered, request)
         except (TemplateError, DataError, ConfigError) as error:
             raise RequestError(str(error), code="invalid_messages", param="messages") from error
 

@@ -86,7 +86,7 @@ class EmbeddedServer:
         for route, answer in answers.items():
             method, path = route.split()
             app.router.add_route(method, path, partial(self._answer, answer))
-        app.router.add_get("/v1/models/{model:.+}", self._model)  # /v1/models/{model}: a name may be a path
+        app.router.add_get("/v1/models/{model:.+}", self._described)  # /v1/models/{model}: a name may be a path
         for path in WIRES:
             app.router.add_post(f"/v1/{path}", partial(self._answer_openai, self._openai.chat))
             app.router.add_post(f"/v1/{path}/count_tokens", self._count)
@@ -236,7 +236,7 @@ class EmbeddedServer:
     async def _models(self, body: Any) -> Any:
         return {"object": "list", "data": [self._openai.model()]}
 
-    async def _model(self, request: web.Request) -> web.StreamResponse:
+    async def _described(self, request: web.Request) -> web.StreamResponse:
         name, model = request.match_info["model"], self._openai.model()
         if name != model["id"]:
             raise RequestError(f"The model {name!r:.100} is not served here.", status=404)
