@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +35,8 @@ REPLIES = (
     "<answer>\u00e9\u4e16\U0001f600</answer> " + "9" * 500,
 )
 """What a policy says to every environment sooner or later."""
+Laws = Iterator[tuple[str, bool, str | None]]
+"""Each law, whether the environment keeps it, and what was seen."""
 ROOM = 1 << 20  # a context that no episode of a check fills
 
 
@@ -61,36 +63,34 @@ def check_env(env: BaseMDPEnv, replies: Sequence[str] = (), *, rows: Sequence[in
         replies: what a policy may say that gets further in it, such as right answers and right calls.
         rows: which prompts of its dataset are played.
     """
-    check = _EnvCheck(env, (*replies, *REPLIES), [row for row in rows if row < len(env.dataset)])
-    check.run()
+    contract = _Contract(env, (*replies, *REPLIES), [row for row in rows if row < len(env.dataset)])
+    for law, holds, seen in contract.laws():
+        if not holds:
+            raise EnvError(f"check_env: {type(env).__name__} breaks this law: {law}. Seen: {seen}.")
 
 
-class _EnvCheck:
+class _Contract:
     """Plays rollouts of an environment and holds each law against them."""
 
     def __init__(self, env: BaseMDPEnv, replies: Sequence[str], rows: list[int]):
         self.env, self.replies, self.rows = env, replies, rows
         self.renderer = Renderer.of(env, env.tokenizer)
 
-    def run(self) -> None:
-        """Hold all laws, the ones that explain others first."""
-        self.check_tools()
-        first = self.play()
-        self.check_prompts(first)
-        self.demand(first.client.over is None, "an episode has at most max_steps turns", first.client.over)
-        self.demand(
-            first.broken is None, "whatever the policy says, no episode raises or fails", first.broken
-        )
-        for name, episode in first.episodes.items():
-            self.check_roles(name, episode)
-            self.check_authors(name, episode, first.client)
-            turns = f"{episode.num_turns} turns"
-            self.demand(
-                episode.num_turns <= self.env.max_steps, "an episode has at most max_steps turns", turns
-            )
-        self.check_context(first.client)
-        self.check_repeats(first, self.play(rows=self.rows[::-1]))
-        self.check_contained()
+    def laws(self) -> Laws:
+        """Yield all laws, the ones that explain others first."""
+        yield from self.tools()
+        played = self.play()
+        yield from self.prompts(played)
+        yield "an episode has at most max_steps turns", played.client.over is None, played.client.over
+        yield "whatever the policy says, no episode raises or fails", played.broken is None, played.broken
+        for name, episode in played.episodes.items():
+            yield from self.roles(name, episode)
+            yield from self.authors(name, episode, played.client)
+            turns = episode.num_turns
+            yield "an episode has at most max_steps turns", turns <= self.env.max_steps, f"{turns} turns"
+        yield from self.context(played.client)
+        yield from self.repeats(played, self.play(rows=self.rows[::-1]))
+        yield from self.contained()
 
     def play(
         self,
@@ -113,105 +113,96 @@ class _EnvCheck:
                 return Rehearsal(client, RolloutResult((), ()), error)
         return Rehearsal(client, result, None)
 
-    def check_tools(self) -> None:
+    def tools(self) -> Laws:
         """Call each tool once. It runs first, since its message on a broken tool is the shortest."""
-        if not isinstance(self.env, ToolMDPEnv) or not self.rows:
-            return
-        (sample,) = self.env.begin_episode(self.rows[0], 0, Special(), seed=self.env.seed, step=0)
-        failures = run(tool_failures(self.env, sample))
-        law = "each tool, called with arguments made from its schema, answers or raises ToolError"
-        self.demand(not failures, law, "; ".join(failures))
+        if isinstance(self.env, ToolMDPEnv) and self.rows:
+            (sample,) = self.env.begin_episode(self.rows[0], 0, Special(), seed=self.env.seed, step=0)
+            failures = run(tool_failures(self.env, sample))
+            law = "each tool, called with arguments made from its schema, answers or raises ToolError"
+            yield law, not failures, "; ".join(failures)
 
-    def check_prompts(self, played: Rehearsal) -> None:
+    def prompts(self, played: Rehearsal) -> Laws:
         """Before all others: groups of different prompts cannot even be built."""
-        firsts: dict[str, set[tuple[int, ...]]] = {}
+        beginnings: dict[str, set[tuple[int, ...]]] = {}
         for session, prompt_ids in played.client.firsts.items():
-            firsts.setdefault(prompt_of(session), set()).add(prompt_ids)
-        mixed = [prompt for prompt, found in firsts.items() if len(found) > 1 and not any(self.env.roles)]
+            beginnings.setdefault(prompt_of(session), set()).add(prompt_ids)
+        mixed = [prompt for prompt, ids in beginnings.items() if len(ids) > 1 and not any(self.env.roles)]
         law = "a group shares its prompt: its samples begin with the same tokens, which only the dataset decides"
-        self.demand(not mixed, law, f"prompts {mixed} had several beginnings")
+        yield law, not mixed, f"prompts {mixed} had several beginnings"
+        law = "an episode leaves the messages of its prompt as they are"
         for row in self.rows:
             for group, stored in self._openings(row).items():
                 for (owner, index), episode in played.episodes.items():
-                    kept = owner != group or self._kept(stored, episode.messages)
-                    law = "an episode leaves the messages of its prompt as they are"
-                    self.demand(kept, law, f"{owner!r}, sample {index}")
+                    same = owner != group or self._begins_with(stored, episode.messages)
+                    yield law, same, f"{owner!r}, sample {index}"
 
-    def check_roles(self, name: tuple[str, int], episode: Trajectory) -> None:
+    def roles(self, name: tuple[str, int], episode: Trajectory) -> Laws:
         where = f"prompt {name[0]!r}, sample {name[1]}: {[message.role for message in episode.messages]}"
-        begin = next(len(found[name[0]]) for found in map(self._openings, self.rows) if name[0] in found)
+        openings = map(self._openings, self.rows)
+        begin = next(len(opening[name[0]]) for opening in openings if name[0] in opening)
         pairs = pairwise(message.role for message in episode.messages[begin - 1 :])
-        alternate = not any(before == after == "assistant" for before, after in pairs)
-        self.demand(alternate, "roles alternate: somebody else speaks between two turns of the policy", where)
-        others = {message.role for message in episode.messages[begin:]} - {"assistant", *self.env.reply_roles}
+        twice = any(before == after == "assistant" for before, after in pairs)
+        yield "roles alternate: somebody else speaks between two turns of the policy", not twice, where
+        strange = {message.role for message in episode.messages[begin:]} - {
+            "assistant",
+            *self.env.reply_roles,
+        }
         law = f"the environment speaks in its reply_roles, {self.env.reply_roles}, which the chat template was checked for"
-        self.demand(not others, law, where)
+        yield law, not strange, where
 
-    def check_authors(self, name: tuple[str, int], episode: Trajectory, client: Recorder) -> None:
+    def authors(self, name: tuple[str, int], episode: Trajectory, client: Recorder) -> Laws:
         law = "only what the policy said at that very point is marked as its own, tokens and log-probs"
         for record in episode.records:
             before: tuple[int, ...] = ()
             for span in record:
-                said = client.said.get((name[0], before), ())
-                sampled = span.author == "context" or (span.token_ids, span.logprobs) in said
+                replies = client.said.get((name[0], before), ())
+                sampled = span.author == "context" or (span.token_ids, span.logprobs) in replies
                 text = self.env.tokenizer.decode(list(span.token_ids))
-                self.demand(sampled, law, f"prompt {name[0]!r}, sample {name[1]}: {text!r:.200}")
+                yield law, sampled, f"prompt {name[0]!r}, sample {name[1]}: {text!r:.200}"
                 before += span.token_ids
 
-    def check_context(self, client: Recorder) -> None:
-        """Check episodes in a context with room for few turns."""
+    def context(self, client: Recorder) -> Laws:
+        """Play episodes in a context with room for few turns."""
         room = max(map(len, client.firsts.values())) + 8
         played = self.play(room=room)
-        self.demand(
-            played.broken is None, "an episode that fills the context ends there and counts", played.broken
-        )
+        law = "an episode that fills the context ends there and counts"
+        yield law, played.broken is None, played.broken
         longest = max((episode.num_tokens for episode in played.episodes.values()), default=0)
-        self.demand(longest <= room, "an episode has no more tokens than the context", f"{longest} of {room}")
+        yield "an episode has no more tokens than the context", longest <= room, f"{longest} of {room}"
 
-    def check_repeats(self, first: Rehearsal, again: Rehearsal) -> None:
-        law = "the same seed gives the same episode, again and in another order of the prompts; derive what is random "
-        law += (
-            "from env.seed, sample.prompt_id and sample.index, and keep the state of an episode in the sample"
+    def repeats(self, played: Rehearsal, repeated: Rehearsal) -> Laws:
+        law = (
+            "the same seed gives the same episode, again and in another order of the prompts; derive what is random from "
+            "env.seed, sample.prompt_id and sample.index, and keep the state of an episode in the sample"
         )
-        self.demand(again.broken is None, law, again.broken)
-        for (prompt_id, index), episode in first.episodes.items():
-            other = again.episodes[prompt_id, index]
-            pairs = zip(_told(episode), _told(other), strict=False)
-            seen = next(
-                (f"{one!r:.200} and then {two!r:.200}" for one, two in pairs if one != two),
-                "one ended earlier",
-            )
-            self.demand(_told(episode) == _told(other), law, f"prompt {prompt_id!r}, sample {index}: {seen}")
+        yield law, repeated.broken is None, repeated.broken
+        for (prompt_id, index), episode in played.episodes.items():
+            earlier, later = _facts(episode), _facts(repeated.episodes[prompt_id, index])
+            pairs = [(a, b) for a, b in zip(earlier, later, strict=False) if a != b]
+            seen = " and then ".join(f"{item!r:.200}" for item in pairs[0]) if pairs else "one ended earlier"
+            yield law, earlier == later, f"prompt {prompt_id!r}, sample {index}: {seen}"
 
-    def check_contained(self) -> None:
-        """One episode breaks in the environment, then one in the engine."""
-        prompt_id, seats = (
-            self._prompt_id(self.rows[0]),
-            [(group, 1) for group in self._openings(self.rows[0])],
-        )
+    def contained(self) -> Laws:
+        """Break one episode in the environment, then one in the engine."""
+        prompt_id = self._prompt_id(self.rows[0])
+        seats = [(group, 1) for group in self._openings(self.rows[0])]
         raised: list[str] = []
         broken = self.play(env=breaking(self.env, (prompt_id, 1), raised))
-        law = "a step that raises fails its own episode, which is left out, and no other; in a custom loop, catch what "
-        law += "respond raises and call sample.fail(...)"
-        self._check_alone(broken, seats, law, expected=bool(raised))
         session = next(name for name in broken.client.firsts if (prompt_of(name), index_of(name)) in seats)
-        law = "a reply that never comes fails its own episode, which is left out, and no other; leave samples that are done"
-        self._check_alone(self.play(silent=session), seats, law, expected=True)
-
-    def demand(self, holds: bool, law: str, seen: str | None) -> None:
-        if not holds:
-            raise EnvError(f"check_env: {type(self.env).__name__} breaks this law: {law}. Seen: {seen}.")
-
-    def _check_alone(
-        self, played: Rehearsal, seats: Sequence[tuple[str, int]], law: str, expected: bool
-    ) -> None:
-        self.demand(played.error is None, law, str(played.error))
-        failed = {(group_of(sample), sample.index) for sample in played.result.failed}
-        self.demand(
-            failed == (set(seats) if expected else set()),
-            law,
-            f"{seats[0]} broke, and {sorted(failed)} failed",
+        cases = (
+            (
+                broken,
+                seats if raised else [],
+                "a step that raises",
+                "in a custom loop, call sample.fail(...)",
+            ),
+            (self.play(silent=session), seats, "a reply that never comes", "leave samples that are done"),
         )
+        for played, expected, what, advice in cases:
+            failed = {(group_of(sample), sample.index) for sample in played.result.failed}
+            seen = str(played.error or f"{seats[0]} broke, and {sorted(failed)} failed")
+            law = f"{what} fails its own episode, which is left out, and no other; {advice}"
+            yield law, played.error is None and failed == set(expected), seen
 
     def _prompt_id(self, row: int) -> str:
         return str(self.env.dataset[row].get("prompt_id", row))
@@ -221,17 +212,16 @@ class _EnvCheck:
         openings, prompt_id = self.env.openings(self.env.dataset[row]), self._prompt_id(row)
         return {name_of_group(prompt_id, role): tuple(openings[role]) for role in self.env.policy_roles}
 
-    def _kept(self, stored: Sequence[ChatMessage], messages: Sequence[ChatMessage]) -> bool:
-        if messages[: len(stored)] == stored:
+    def _begins_with(self, stored: Sequence[ChatMessage], messages: Sequence[ChatMessage]) -> bool:
+        """Return whether a prompt stayed as stored; a role may read more in the last message, appended to it."""
+        if messages[: len(stored)] == tuple(stored):
             return True
-        *before, last = stored
-        begun = messages[len(stored) - 1 : len(stored)]
-        heard = any(self.env.roles) and all(
-            item.role == "user" and item.content.startswith(last.content) for item in begun
-        )
-        return messages[: len(before)] == tuple(before) and heard
+        *before, question = stored
+        begun = messages[len(before) : len(stored)]
+        appended = any(item.role == "user" and item.content.startswith(question.content) for item in begun)
+        return any(self.env.roles) and appended and messages[: len(before)] == tuple(before)
 
 
-def _told(episode: Trajectory) -> list[Any]:
+def _facts(episode: Trajectory) -> list[Any]:
     """Return what two plays of one episode must agree in."""
     return [*episode.messages, *episode.records, episode.stop_reason, *episode.turn_rewards]

@@ -87,22 +87,13 @@ class ScriptedClient(BaseClient):
             return self._script(session, prompt_ids)
         name = session if session in self._script else ""
         if not self._script.get(name):
-            raise EngineError(
-                f"ScriptedClient has no reply for session {session!r}; it knows {sorted(self._script)}."
-            )
+            raise EngineError(f"ScriptedClient has no reply for session {session!r}.")
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1
         return self._script[name][min(turn, len(self._script[name]) - 1)]
 
     def _check(self, prompt_ids: Sequence[int]) -> None:
-        if not prompt_ids:
-            raise EngineError("generate: the prompt is empty; give at least one token.")
-        wrong = [token for token in prompt_ids if not 0 <= token < self.vocab_size]
-        if wrong:
-            raise EngineError(
-                f"generate: token id {wrong[0]} is outside the vocabulary: 0 to {self.vocab_size - 1}."
-            )
+        if not prompt_ids or not all(0 <= token < self.vocab_size for token in prompt_ids):
+            raise EngineError(f"generate: the prompt needs token ids from 0 to {self.vocab_size - 1}.")
         if len(prompt_ids) >= self.context_length:
-            raise EngineError(
-                f"generate: a prompt of {len(prompt_ids)} tokens leaves no room in the context of {self.context_length}."
-            )
+            raise EngineError(f"generate: the prompt leaves no room in the context of {self.context_length}.")
