@@ -8,8 +8,7 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from rl4llm import __version__
 from rl4llm.commands.arguments import add_registered
@@ -109,39 +108,33 @@ def _reader_is_gone() -> bool:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; unlike argparse alone, this accepts overrides before and after options."""
-    parser = build_parser(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete  # noqa: PLC0415 - only for completion
 
         argcomplete.autocomplete(parser, always_complete_options=False)
     arguments, rest = parser.parse_known_args(argv)
-    if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
-        hint = _as_override(rest) if "overrides" in arguments else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    overrides = [_as_override(word) for word in rest]
+    options = [word for word in overrides if word.startswith("-")]
+    if rest and ("overrides" not in arguments or options):
+        answers = filter(None, (elsewhere("key", word.lstrip("-").replace("-", "_")) for word in options))
+        parser.error(
+            f"unrecognized arguments: {' '.join(rest)}. {next(answers, 'Keys are written as key.sub=value.')}"
+        )
     if rest:
-        arguments.overrides = [*arguments.overrides, *rest]
+        arguments.overrides = [*arguments.overrides, *overrides]
     return arguments
 
 
-def _as_override(rest: Sequence[str]) -> str:
-    """Return how to write the first key of a configuration that was written as an option, as a further sentence."""
-    from rl4llm.config import Config  # noqa: PLC0415 - only for this error
-
-    key, _, value = next((word for word in rest if word.startswith("-")), "").lstrip("-").partition("=")
-    name = key.replace("-", "_")
-    if answer := elsewhere("key", name):
-        return f". {answer} Keys of a configuration have no dashes: write KEY=VALUE"
-    if "." not in name and name not in Config.__annotations__:
-        return ""
-    following = rest[1:2] if rest[0].startswith("-") else []
-    value = value or next((word for word in following if "=" not in word), "VALUE")
-    return f". Keys of a configuration have no dashes: write {name}={value}"
+def _as_override(word: str) -> str:
+    """Return ``--max-steps=3`` as the override that it means."""
+    key, equals, value = word.partition("=")
+    return f"{key.lstrip('-').replace('-', '_')}={value}" if equals and word.startswith("--") else word
 
 
-def build_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of all commands, for the words that are `given`; this imports nothing heavy."""
-    parser = _Parser(
-        given=given,
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; this imports nothing heavy."""
+    parser = argparse.ArgumentParser(
         prog="rl4llm",
         description="Reinforcement learning for language models. Start with `rl4llm recipe quickstart`.",
         epilog="Run `rl4llm COMMAND --help` for the arguments and examples of a command.",
@@ -151,22 +144,9 @@ def build_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     # DeepSpeed's launcher puts it first; the environment variable LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    parser_class: Any = partial(_Parser, given=given)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=parser_class)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_registered(commands, COMMANDS)
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that answers configuration keys that are given as options."""
-
-    def __init__(self, *args: Any, given: Sequence[str] = (), **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.given = given
-
-    def error(self, message: str) -> NoReturn:
-        dotted = (word[2:].partition("=")[0] for word in self.given if word.startswith("--") and "." in word)
-        super().error(next(filter(None, (elsewhere("key", name) for name in dotted)), message))
 
 
 def console_script() -> None:

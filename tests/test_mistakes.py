@@ -77,9 +77,8 @@ MODULES = {
 }  # fmt: skip
 
 KEYS = """
---training.lr 1e-4                                 | Keys of a configuration have no dashes: write training.lr=1e-4
---training.lr=1e-4                                 | write training.lr=1e-4
---max-steps 3                                      | Keys of a configuration have no dashes: write max_steps=3
+--training.lr 1e-4                                 | unrecognized arguments: --training.lr
+--max-steps=x                                      | max_steps='x' is not accepted: a whole number
 training.lr 1e-4                                   | 'training.lr' is not an override. Accepted: key.sub=value
 training.lr= 1e-4                                  | '1e-4' is not an override. Accepted: key.sub=value
 training.lr=fast                                   | training.lr='fast' is not accepted: a finite number, 0 or above

@@ -255,6 +255,10 @@ def _check_keys(keys: Iterable[str], config: DictConfig) -> None:
             raise ConfigError(f"Unknown configuration key: {answer}")
         inside = [name for name in known if section and name.startswith(f"{section}.")]
         same = [name for name in known if name.rpartition(".")[2] == leaf]
-        near = f" Did you mean {same[0]!r}?" if same else did_you_mean(key, inside or known)
+        leaves = [name.removeprefix(f"{section}.") for name in inside]
+        near = (
+            did_you_mean(leaf, leaves).replace("'", f"'{section}.", 1) if inside else did_you_mean(key, known)
+        )
+        near = f" Did you mean {same[0]!r}?" if same else near
         names = inside or dict.fromkeys(name.split(".")[0] for name in [*known, *free])
         raise ConfigError(f"Unknown configuration key {key!r}.{near} Known: {', '.join(names)}.")

@@ -21,6 +21,10 @@ LINES = 50  # that faster steps have
 WINDOW = 20  # steps whose median says how long the next ones take
 SPARKLINES = 10  # of a run, at least FEWEST steps apart
 FEWEST = 10
+DETAILS = (
+    "loss", "grad_norm", "lr", "kl", "clip_fraction", "entropy", "surprise", "mismatch/mean", "truncated",
+    "groups/zero_spread", "resources/rss_gb",
+)  # fmt: skip
 
 
 class Console:
@@ -81,7 +85,7 @@ class Console:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation on the held-out set."""
-        self._progress.take_evaluation(step, metrics)
+        self.recall(step, metrics)
         if "accuracy" in metrics:
             self.note(f"held-out success at step {step}: {metrics['accuracy']:.1%}")
 
@@ -190,19 +194,9 @@ class RunProgress:
 
     def details(self) -> list[tuple[str, str]]:
         """Return more numbers, and the seconds of each phase."""
-        metrics = self.metrics
-        names = {
-            "loss": "loss", "grad norm": "grad_norm", "lr": "lr", "kl": "kl", "clipped": "clip_fraction",
-            "entropy": "entropy" if "entropy" in metrics else "surprise", "mismatch": "mismatch/mean",
-            "truncated": "truncated", "no spread": "groups/zero_spread", "memory GB": "resources/rss_gb",
-        }  # fmt: skip
-        numbers = [
-            (label, rounded(metrics[name], 3))
-            for label, name in names.items()
-            if metrics.get(name) is not None
-        ]
-        times = [(name[5:], f"{value:.1f} s") for name, value in metrics.items() if name.startswith("time/")]
-        return numbers + times
+        numbers = {name: value for name, value in self.metrics.items() if value is not None}
+        times = [(name[5:], f"{value:.1f} s") for name, value in numbers.items() if name.startswith("time/")]
+        return [(name, rounded(numbers[name], 3)) for name in DETAILS if name in numbers] + times
 
 
 def duration(seconds: float) -> str:

@@ -118,7 +118,7 @@ class RunTracker:
         if groups or failed:
             self._store_episodes(step, groups, failed, credits=credits, trained=trained)
             self._check_answers(step, groups)
-        gathered = self._gathered(tokens, groups, failed)
+        gathered = self._ranks.gather((tokens, facts(groups), faults(failed)))
         if not gathered:
             return
         tokens = sum(count for count, _, _ in gathered)
@@ -138,9 +138,7 @@ class RunTracker:
         self.console.alerts(self._alerts.open)
         for alert in found:  # that begin or end in this step
             (self.console.warn if alert.until is None else self.console.note)(str(alert))
-            with self._tolerant("alerts.jsonl"):
-                if self._alert_file is not None:
-                    self._alert_file.append(asdict(alert))
+            self._keep(alert)
 
     def stores_episodes(self, step: int) -> bool:
         """Return whether the episodes of this step are stored."""
@@ -155,7 +153,7 @@ class RunTracker:
     ) -> dict[str, float]:
         """Log an evaluation on the held-out set; return its metrics on the first rank."""
         self._store_episodes(step, groups, failed, kind="eval")
-        gathered = self._gathered(0, groups, failed)
+        gathered = self._ranks.gather((0, facts(groups), faults(failed)))
         if not gathered:
             return {}
         metrics = _summary(gathered)
@@ -172,10 +170,8 @@ class RunTracker:
         metrics = {name: value for name, value in metrics.items() if not name.startswith("update/")}
         self._evals.log(step, metrics)
         self._trackers.log(step, {f"eval/{name}": value for name, value in metrics.items()})
-        self.console.note(
-            f"held-out at step {step}: "
-            + ", ".join(f"{name} {rounded(value)}" for name, value in metrics.items())
-        )
+        numbers = ", ".join(f"{name} {rounded(value)}" for name, value in metrics.items())
+        self.console.note(f"held-out at step {step}: {numbers}")
 
     def warn(self, text: str) -> None:
         """Show a warning."""
@@ -184,15 +180,16 @@ class RunTracker:
     def code_changed(self, step: int, names: Sequence[str]) -> None:
         """Show, and keep for the viewer, that code differs from that of the first `step` steps."""
         for name in names:
-            seen = f"the code of `{name}` changed at step {step}"
-            why = "Numbers before and after it may not compare."
-            alert = Alert(
-                "other code", step + 1, step, None, seen, why, "the change, or set another output.dir"
-            )
-            self.warn(f"{seen[0].upper()}{seen[1:]}. {why}")
-            with self._tolerant("alerts.jsonl"):
-                if self._alert_file is not None:
-                    self._alert_file.append(asdict(alert))
+            seen, why = f"the code of `{name}` changed", "Numbers before and after it may not compare."
+            self.warn(f"{seen[0].upper()}{seen[1:]} at step {step}. {why}")
+            look_at = "the change, or set another output.dir"
+            self._keep(Alert("other code", step + 1, step, None, f"{seen} at step {step}", why, look_at))
+
+    def _keep(self, alert: Alert) -> None:
+        """Write an alert for the viewer."""
+        with self._tolerant("alerts.jsonl"):
+            if self._alert_file is not None:
+                self._alert_file.append(asdict(alert))
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -228,12 +225,6 @@ class RunTracker:
                 f"{last_words(members[0])!r}. Next: ask for the format in data.system_prompt, or set `extract` of the "
                 "reward. `rl4llm check CONFIG --task` shows the effect."
             )
-
-    def _gathered(
-        self, tokens: int, groups: Sequence[Group], failed: Sequence[SampleState]
-    ) -> list[Gathered]:
-        """Return what each rank sampled, on the first rank."""
-        return self._ranks.gather((tokens, facts(groups), faults(failed)))
 
     def _open_alerts(self, step: int) -> None:
         """Open the file of alerts, and replay the steps before this start, whose alerts were already reported."""

@@ -96,31 +96,10 @@ def summarize(groups: Sequence[Group], failed: Sequence[SampleState] = ()) -> di
 
 
 def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> dict[str, float]:
-    """Return metrics of all sampled trajectories, including those that do not train.
+    """Return metrics of all sampled trajectories, including those that do not train; `glossary` explains each.
 
-    reward/mean, reward/std      of the combined reward over all trajectories (population standard deviation)
-    reward/<name>                mean of each reward; one named "mean" or "std" becomes reward/mean_, reward/std_
-    accuracy                     share of successes, by the first reward that defines success, over the trajectories with one
-    completion_length/...        mean, p90 and max of the tokens that the policy wrote, all turns together
-    prompt_length/mean           tokens that the trajectories start from
-    turns                        mean number of times the policy spoke
-    truncated                    share that ran into a token limit or the end of the context
-    stop/<reason>                share of each stop reason
-    env/<name>                   mean of what the environment measured, over the trajectories for which it did
-    surprise                     mean negative log-prob, in nats, of a token that the policy wrote, as the engine saw it:
-                                 where it samples at temperature 1, an estimate of the policy's entropy
-    groups/count                 how many groups have more than one trajectory, where there are any
-    groups/zero_spread           share of those whose rewards are all equal, which teach a group-relative algorithm nothing
-    model_faults/<reward>/<why>  how many a reward gave 0 for more than a wrong answer, such as math/timeout
-    tool/<name>/calls            how often a tool was run, in failed samples too
-    tool/<name>/raised/<what>    how often it raised what is not the model's fault, such as "NameError at tools.py:9"
-    played_again/<class>         how many were finished at the second attempt, by what had failed the first
-    trajectories, failures       how many were finished, and how many failed through no fault of the policy
-    failures/<class>             the latter by class, such as env/timeout or math/unavailable
-    role/<role>/...              all but the failures once more for the trajectories of each role
-    part/<part>/...              all once more for each environment, where several are played, and its `share` of them
-
-    Without a trajectory there are only the failures and `trajectories`. Frozen roles count only in their own metrics.
+    Those of a role or a part begin with role/<role>/ or part/<part>/. Frozen roles count only in their own. Without a
+    trajectory there are only the failures and `trajectories`.
     """
     metrics = _of_one(groups, failed)
     names = {member.part for group in groups for member in group} | {item.part for item in failed}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,48 +66,40 @@ class JsonlTracker(Tracker):
     """Appends ``{"step": 12, "reward/mean": 0.5, ...}``; a number that is not finite becomes null.
 
     `resume_step` is the last step before training resumes (-1: none). Later lines are removed first, so that no step is in
-    the file twice. Lines of earlier steps that are damaged, as after a power failure, move to the file NAME.damaged, and
-    `warn` gets their steps.
+    the file twice. Lines of earlier steps that are damaged, as after a power failure, move to the file NAME.damaged.
     """
 
     def __init__(self, path: Path, resume_step: int = -1, warn: Callable[[str], None] = lambda text: None):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for as long as the run
-        self._size, damaged = self._resumed(resume_step)
-        self._file.truncate(self._size)
+        path.touch()
+        rows, damaged = self._resumed(resume_step)
         if damaged:
-            self._set_aside([line for line, _ in damaged.values()], frozenset(damaged))
-            lost = ", ".join(lost for _, lost in damaged.values())
-            warn(f"{self} had {len(damaged)} damaged lines, now in {self}.damaged, so it lacks {lost}.")
+            with open(f"{path}.damaged", "ab") as aside:
+                aside.writelines(line.rstrip(b"\n") + b"\n" for line in damaged)
+            write_atomically(path, b"".join(rows))
+            warn(
+                f"{self} had {len(damaged)} damaged lines, which are now in {self}.damaged: it lacks these steps."
+            )
+        self._size = sum(map(len, rows))
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for as long as the run
+        self._file.truncate(self._size)
 
-    def _resumed(self, resume_step: int) -> tuple[int, dict[int, tuple[bytes, str]]]:
-        """Return the size of the lines before the first one of a later step, and which of them are damaged, by index."""
-        size, step = 0, -1
-        damaged: dict[int, tuple[bytes, str]] = {}
-        with open(self.path, "rb") as file:
-            for index, line in enumerate(file):
-                row = _parse(line) if line.endswith(b"\n") else None
-                whole = row is not None and isinstance(row.get("step"), int)
-                named = [int(number) for number in re.findall(rb'\{"step": (\d+)[,}]', line)]
-                before, step = step, named[0] if named else step + (not whole)
+    def _resumed(self, resume_step: int) -> tuple[list[bytes], list[bytes]]:
+        """Return the lines up to a step, and the damaged ones among them; one of a step that comes again is no loss."""
+        rows: list[bytes] = []
+        damaged: list[bytes] = []
+        step = -1
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            row = _parse(line) if line.endswith(b"\n") else None
+            if row is not None and isinstance(row.get("step"), int):
+                step = row["step"]
                 if step > resume_step:
                     break
-                if not whole:
-                    steps = " and ".join(map(str, named))
-                    damaged[index] = line, f"step {steps}" if named else f"what followed step {before}"
-                size += len(line)
-        return size, damaged
-
-    def _set_aside(self, lines: Sequence[bytes], indices: frozenset[int]) -> None:
-        """Move damaged lines to their file."""
-        with open(self.path, "rb") as file:
-            kept = b"".join(line for index, line in enumerate(file) if index not in indices)
-        with open(f"{self.path}.damaged", "ab") as aside:
-            aside.writelines(line.rstrip(b"\n") + b"\n" for line in lines)
-        self._file.close()
-        write_atomically(self.path, kept)
-        self._file, self._size = open(self.path, "ab", buffering=0), len(kept)  # noqa: SIM115 - as above
+                rows.append(line)
+            elif step < resume_step:
+                damaged.append(line)
+        return rows, damaged
 
     def __str__(self) -> str:
         return self.path.name

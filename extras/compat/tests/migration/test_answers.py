@@ -69,11 +69,10 @@ def test_suggestion_weighs_the_whole_path(key, meant):
 
 @pytest.mark.parametrize(("line", "said"), [
     ("train --actor_rollout_ref.rollout.n 3 x.yaml", "is a key of verl: here it is `rollout.group_size`"),
-    ("train x.yaml --learning-rate=1e-4", "'learning_rate' is a key of TRL: here it is `training.lr`"),
+    ("train configs/dpo.yaml --learning-rate=1e-4", "'learning_rate' is a key of TRL: here it is `training.lr`"),
     ("train x.yaml --output-dir x", "here it is `output.dir`"),
     ("train configs/dpo.yaml training.num_train_epochs=3", "a key of TRL: here it is `training.epochs` with a dataset"),
     ("train configs/dpo.yaml learning_rat=1", "Did you mean 'learning_rate'? It is a key of TRL"),
-    ("train model.path=m training.lr=1", "'model.path=m' is a key, but the first argument is a configuration file"),
     ("train configs/dpo.yaml --foo", "unrecognized arguments: --foo"),
     ("eval --model", "argument --model: expected one argument"),
 ])  # fmt: skip
