@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl4llm.compose.environments import make_prompts
 from rl4llm.compose.setup import Setup
-from rl4llm.config import Config, by_part
+from rl4llm.config import Config
 from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, SpecialTokenError
@@ -148,13 +148,14 @@ def _mixed_prompts(
     setup: Setup, datasets: Mapping[str, Any], least: Any, rows: Mapping[str, Sequence[int]] | None = None
 ) -> MixedPrompts:
     """Make the order over several datasets, or over pools of one, which `rows` then lists; a pool weighs as its size."""
-    config, ranks, parts = setup.config, setup.machine.ranks, by_part(setup.config)
+    config, ranks = setup.config, setup.machine.ranks
     streams, weights = {}, {}
     for name, dataset in datasets.items():
-        own = "" if rows else name
+        part = config.parts.get(name, {})
         seed = derive_seed(config.seed, "pool" if rows else "part", name)
-        streams[name] = PromptStream(len(dataset), 1, seed=seed, shuffle=parts[own].data.shuffle)
-        weights[name] = len(dataset) if rows else config.parts[name].get("weight", 1.0)
+        shuffle = part.get("data", {}).get("shuffle", config.data.shuffle)
+        streams[name] = PromptStream(len(dataset), 1, seed=seed, shuffle=shuffle)
+        weights[name] = len(dataset) if rows else part.get("weight", 1.0)
     return load("rl4llm.data.mixture:MixedPrompts")(
         streams,
         weights,

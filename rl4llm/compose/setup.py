@@ -202,16 +202,19 @@ def demand_device(name: str) -> None:
 def planned_run(setup: Setup, dataset: Any, force: bool) -> RunDir:
     """Plan the run's directory, which the first rank will lock; raise on every rank if this run cannot use it."""
     config, ranks = setup.config, setup.machine.ranks
+    if not ranks.is_first:
+        return held(setup, RunDir(config.output.dir))
 
     def plan() -> RunDir:
-        if not ranks.is_first:
-            return RunDir(config.output.dir)
         fixed, changeable = fixed_and_changeable(config)
         identity = fixed | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
         identity["model.autocast"] = setup.machine.autocast  # another machine must not change it
         # Hashes of the environment variables that the configuration reads, except those of secrets.
-        read = {name: os.environ.get(name, "") for name, secret in variables_of(config).items() if not secret}
-        variables = {f"environment.{name}": xxhash.xxh32_hexdigest(read[name].encode()) for name in read}
+        public = [name for name, secret in variables_of(config).items() if not secret]
+        variables = {
+            f"environment.{name}": xxhash.xxh32_hexdigest(os.environ.get(name, "").encode())
+            for name in public
+        }
         run = RunDir.planned(
             config.output.dir,
             identity | given_identity(setup.given, dataset),
@@ -220,9 +223,10 @@ def planned_run(setup: Setup, dataset: Any, force: bool) -> RunDir:
             allow_changes=force,
         )
         run.keep("config.yaml", to_yaml(config), private=True)
+        run.hold(setup.identity.contents)
         return run
 
-    return held(setup, _of_first(setup, plan))
+    return _agreed(setup, plan)
 
 
 def held(setup: Setup, run: RunDir) -> RunDir:
@@ -233,10 +237,10 @@ def held(setup: Setup, run: RunDir) -> RunDir:
             run.hold(setup.identity.contents)
         return run
 
-    return _of_first(setup, hold)
+    return _agreed(setup, hold)
 
 
-def _of_first(setup: Setup, work: Callable[[], RunDir]) -> RunDir:
+def _agreed(setup: Setup, work: Callable[[], RunDir]) -> RunDir:
     refused = RunDirError(f"{setup.config.output.dir} cannot be used. See the error of rank 0.")
     return setup.machine.ranks.agree(work, (RL4LLMError,), refused)
 
