@@ -71,22 +71,16 @@ def test_an_engine_accepts_only_its_own_publishers(model_dir, tmp_path, engine, 
     assert not (tmp_path / "run").exists()
 
 
-def test_temperature_0_is_refused_where_answers_are_compared(model_dir, tmp_path, capsys):
+def test_temperature_0_is_refused_where_answers_are_compared():
+    keys = {"model.path": "m", "training.lr": 1e-5}
     refused = set()
     for name in ALGORITHMS:
-        config = load_config(
-            overrides={
-                "model.path": "m",
-                "algorithm": {"name": name},
-                "rollout.temperature": 0,
-                "training.lr": 1e-5,
-            }
-        )
         needs = ALGORITHMS[name]().needs()
+        check_choices(load_config(overrides=keys | {"algorithm": {"name": name}}), Given(), needs)
+        config = load_config(overrides=keys | {"algorithm": {"name": name}, "rollout.temperature": 0})
         try:
             check_choices(config, Given(), needs)
-        except ConfigError as error:
-            assert "rollout.temperature=0 is not accepted" in str(error)  # and not for another reason
+        except ConfigError:
             refused.add(name)
     assert {"grpo", "dapo", "rloo", "remax", "online_dpo"} <= refused
     assert not refused & {"ppo", "reinforce_pp", "explore_grpo", "sft", "dpo"}
@@ -98,18 +92,11 @@ class Hints(BaseMDPEnv):
 
 
 def test_a_run_warns_of_replies_that_no_turn_reads(model_dir, tmp_path, capsys):
-    for number, (env, keys, expected) in enumerate(
-        [
-            (Hints, {}, 1),
-            (f"{__name__}:Hints", {}, 1),
-            (Hints, {"env.max_steps": 1}, 0),
-            (Hints, {"env.max_steps": 2}, 0),
-            (None, {}, 0),
-        ]
-    ):
+    cases = [(Hints, {}, 1), (f"{__name__}:Hints", {}, 1), (None, {}, 0)]
+    cases += [(Hints, {"env.max_steps": turns}, 0) for turns in (1, 2)]
+    for number, (env, keys, expected) in enumerate(cases):
         trainer(model_dir, tmp_path / f"{number}", env=env, **keys).trainer.close()
-        shown = " ".join(capsys.readouterr().out.split())
-        assert shown.count("the policy reads no message that Hints.respond returns") == expected
+        assert capsys.readouterr().out.count("reads no message that Hints.respond returns") == expected
 
 
 def test_a_tokenizer_of_another_model_is_refused(model_dir, tokenizer, tmp_path):
@@ -151,7 +138,7 @@ def test_a_special_token_that_no_text_uses_needs_no_embedding(model_dir):
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft"])
-def test_long_rows_are_refused_or_dropped_and_a_run_keeps_to_it(model_dir, tmp_path, capsys, method):
+def test_long_rows_are_refused_or_dropped_and_a_run_keeps_to_it(model_dir, tmp_path, method):
     texts = ["a", "b" * 3000, "c", "d" * 4000]
     said = [{"role": "assistant", "content": "e"}] if method == "sft" else []
     rows = [{"messages": [{"role": "user", "content": text}, *said], "ground_truth": ""} for text in texts]
@@ -162,12 +149,11 @@ def test_long_rows_are_refused_or_dropped_and_a_run_keeps_to_it(model_dir, tmp_p
         "algorithm": {"name": method}, "rollout": SMALL, "max_steps": 1, "rewards": None if said else ["format"],
         "tracking.tensorboard": False,
     }  # fmt: skip
-    with pytest.raises(DataError, match=r"rows\.jsonl:[24] "):
+    with pytest.raises(DataError):
         build_trainer(load_config(overrides=keys))
     with build_trainer(load_config(overrides=keys | {"data.bad_rows": "skip"})) as loop:
         loop.train()
         assert loop.prompts.num_rows == 2 and sorted(loop.prompts.next_batch()) == [0, 1]
-    assert capsys.readouterr().out.count("2 of 4 rows were skipped") == 1
     with pytest.raises(RunDirError):
         build_trainer(load_config(overrides=keys))
 
@@ -191,7 +177,7 @@ def test_a_trainer_writes_nothing_before_it_trains(model_dir, tmp_path):
     assert "max_steps: 2" in (directory / "config.yaml").read_text()
 
 
-def test_a_run_keeps_the_precision_that_auto_chose(model_dir, tmp_path, capsys, monkeypatch):
+def test_a_run_keeps_the_precision_that_auto_chose(model_dir, tmp_path, monkeypatch):
     def run(autocast, **keys):
         return trainer(
             model_dir, tmp_path / "run", **{"model.autocast": autocast, "model.device": "cpu"}, **keys
@@ -203,7 +189,6 @@ def test_a_run_keeps_the_precision_that_auto_chose(model_dir, tmp_path, capsys, 
     assert machine.autocast == machine.computed == "bfloat16"
     assert first.trainer.backend._autocast == "bfloat16"
     first.train()
-    assert "computes in bfloat16 with float32 weights" in capsys.readouterr().out
     monkeypatch.setattr("rl4llm.compose.setup.multiplies_bfloat16", lambda: False)
     with pytest.raises(RunDirError):
         run("auto")
@@ -360,7 +345,7 @@ def test_a_server_reads_evaluated_weights_beside_the_run(model_dir, tmp_path):
             "inference": {"name": "sglang", "url": f"http://127.0.0.1:{server.server_port}"},
             "rewards": [SHORT],
         }  # fmt: skip
-        with pytest.raises(EngineError, match="/v000000"):
+        with pytest.raises(EngineError):
             evaluate(load_config(overrides=keys))
         server.shutdown()
     assert list(Path(tmp_path).iterdir()) == []
@@ -414,17 +399,12 @@ class Hinting(BaseMDPEnv):
         return []
 
 
-def test_an_environment_of_a_user_gets_no_reward_by_default(model_dir, tmp_path, capsys):
+def test_an_environment_of_a_user_gets_no_reward_by_default(model_dir, tmp_path):
     keys = {"output": {"dir": str(tmp_path / "run")}, "rollout": SMALL}
     with GRPOTrainer(str(model_dir), ROWS, env=Hinting, **keys).trainer as made:
         assert made.rollout.env.reward_functions == []
-        assert (
-            "rewards is not set: only the rewards of turns count, as Hinting defines"
-            in capsys.readouterr().out
-        )
     with GRPOTrainer(str(model_dir), [row | {"ground_truth": "1"} for row in ROWS], **keys).trainer as made:
         assert [reward.name for reward in made.rollout.env.reward_functions] == ["math"]
-        assert "rewards is not set: math, as ChatEnv defines" in capsys.readouterr().out
 
 
 def test_an_environment_that_rewards_no_turns_needs_a_reward(model_dir, tmp_path):
@@ -535,37 +515,17 @@ def test_an_engine_that_is_no_server_is_made_from_the_model(model, tokenizer, mo
     assert isinstance(build_client(Setup.of(config, tokenizer=tokenizer), model), Elsewhere)
 
 
-@pytest.mark.parametrize("name", ["grpo", "sft"])
-def test_defaults_that_are_traps_are_shown_once(name, model_dir, tmp_path, capsys):
-    chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
-    rows = {"grpo": {"prompt": "1+1?", "ground_truth": "2"}, "sft": {"messages": chat}}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[name]) + "\n")
-    keys = {"model": {"path": str(model_dir)}, "algorithm": {"name": name}, "eval": {"every": 0}}
-    keys |= {
-        "data": {"path": str(tmp_path / "rows.jsonl")},
-        "rollout": {"prompts": 1, "group_size": 2},
-        "max_steps": 0,
-    }
-    if name == "grpo":
-        keys["rewards"] = [SHORT]
+def test_defaults_that_are_traps_are_shown_once(model_dir, tmp_path, capsys):
+    keys = {"model": {"path": str(model_dir)}, "data.path": "arithmetic", "eval.every": 0, "rewards": [SHORT]}
 
     def shown(directory, **more):
-        keys["output"] = {"dir": str(tmp_path / directory)}
-        (tmp_path / "run.yaml").write_text(json.dumps(keys | more.pop("file", {})))
-        with build_trainer(load_config(tmp_path / "run.yaml", more)) as trainer:
-            trainer.train()
+        build_trainer(load_config(overrides=keys | {"output.dir": str(tmp_path / directory)} | more)).close()
         return capsys.readouterr().out
 
     unset = shown("unset")
-    assert unset.count("training.lr is not set") == 1 and "1e-5 for smaller ones" in unset
-    assert unset.count("rollout.max_tokens is not set: a turn is cut off after 256 tokens") == (
-        name == "grpo"
-    )
-    assert "and an adapter hardly learns with it" in shown("adapter", **{"model.lora.rank": 2})
-    knowing = shown("knowing", file={"training": {"lr": 1e-6}}, **{"rollout.max_tokens": 256})
-    assert "is not set" not in knowing.replace("rewards is not set", "")
-    again = tmp_path / "knowing" / "config.yaml"
-    assert load_config(again).given >= {"training.lr", "rollout.max_tokens"}
+    assert unset.count("training.lr is not set") == unset.count("rollout.max_tokens is not set") == 1
+    assert "an adapter hardly learns with it" in shown("adapter", **{"model.lora.rank": 2})
+    assert "is not set" not in shown("knowing", **{"training.lr": 1e-6, "rollout.max_tokens": 256})
 
 
 def test_length_of_turns_that_a_part_sets_has_no_note():

@@ -200,7 +200,7 @@ def test_a_resumed_run_refuses_other_contents(started, tmp_path, change):
     started(1, **keys)
     assert started(2, **keys).run.changes == ("max_steps: 1 -> 2",)
     edit(tmp_path)
-    with pytest.raises(RunDirError, match=rf"holds another run.*\n  {name}.* -> .*\n.*--force"):
+    with pytest.raises(RunDirError, match=name):
         started(3, **keys)
     started(3, force=True, **keys)
     started(4, **keys)

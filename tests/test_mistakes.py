@@ -6,14 +6,22 @@ import logging
 import os
 import shlex
 import shutil
+import socket
+import subprocess
+import sys
 
 import pytest
 import yaml
 
 import rl4llm
-from rl4llm.cli import main
+from rl4llm.cli import COMMANDS as COMMAND_NAMES
+from rl4llm.cli import build_parser, main
 from rl4llm.core.errors import RL4LLMError
 
+YAML = {
+    "other.yaml": "rollout: {batch: 4}", "damaged.yaml": "\x01: [", "list.yaml": "- small", "empty.yaml": "",
+    "refers.yaml": "model: {path: '${nowhere}'}",
+}  # fmt: skip
 PROMPTS = [{"prompt": f"What is {n}+1?", "ground_truth": str(n + 1)} for n in range(4)]
 SMALL = {
     "data": {"path": "rows.jsonl"},
@@ -231,6 +239,53 @@ view small.yaml                                    | is not a directory. Accepte
 check empty                                        | it has no file ... Accepted: a directory such as
 check small.yaml --prompts 4                       | --prompts is not accepted without --task
 check small.yaml --task --prompts 0                | --prompts 0 is not accepted. Accepted: 1 or more
+collect nowhere.yaml --out x.jsonl               | No such file or directory: 'nowhere.yaml'
+train .                                          | Is a directory: '.'
+eval small.yaml --out nowhere/x.json             | nowhere/x.json cannot be written: No such file
+eval small.yaml --compare nowhere.json           | nowhere.json
+grade nowhere.jsonl                              | The dataset 'nowhere.jsonl' does not exist
+export nowhere --out x                           | nowhere is not a run
+view nowhere                                     | 'nowhere' does not exist
+run nowhere.py                                   | nowhere.py is not a file of Python
+run small.yaml                                   | small.yaml is not a file of Python
+recipe quickstart --dir small.yaml                      | small.yaml
+import nowhere.yaml                              | The file nowhere.yaml does not exist
+import damaged.yaml                              | damaged.yaml cannot be read
+serve env --env nowhere --port 0                 | 'nowhere' is unknown
+train small.yaml output.dir=broken               | run.json is damaged
+eval small.yaml output.dir=broken                | No checkpoint in broken/checkpoints can be used
+export broken --out x                            | No checkpoint in broken/checkpoints can be used
+check broken/failed/step-000001                 | holds no optimizer step
+check broken/failed/step-000002                 | holds no optimizer step
+launch other.yaml                                | other.yaml: Unknown configuration key 'rollout.batch'
+train damaged.yaml                               | damaged.yaml: not valid YAML
+train list.yaml                                  | list.yaml: the content
+train empty.yaml                                 | model.path is not set
+train refers.yaml                                | model.path: Interpolation key 'nowhere' not found
+train small.yaml model.device=cuda:99            | model.device='cuda:99' is not available: torch
+plan small.yaml model.device=cuda:99             | `rl4llm plan --device-memory`
+view broken --port {port}                        | --port {port} cannot be used
+serve env --env chat --port {port}               | Port {port}
+serve --model-path {model} --python {python} --port {port} | Port {port}
+train small.yaml output.dir={locked}/run         | {locked}/run
+eval small.yaml --out {locked}/x.json            | {locked}/x.json cannot be written
+collect small.yaml --out {locked}/x.jsonl        | {locked}
+view broken --export {locked}/x.html             | {locked}/x.html cannot be written
+recipe quickstart --dir {locked}/quick                  | {locked}/quick
+view broken --port 99999                         | 0-65535. Next: use another port
+train small.yaml training.lr=${{                 | training.lr: no viable alternative
+recipe run nowhere                               | recipe='nowhere' is unknown. Known:
+train small.yaml rollout.prompts=1000000000000000 | MemoryError: Unable to allocate
+train small.yaml env.name=os:path                | Accepted: a subclass of BaseMDPEnv
+train small.yaml inference.name=sglang inference.url=http://127.0.0.1:99999 | http://HOST:PORT
+serve env --env chat --port 0 sandbox.level=nowhere | sandbox.level='nowhere' is unknown
+launch small.yaml output.dir=small.yaml          | output.dir='small.yaml' is a file, not a directory
+launch small.yaml model.path=./nowhere           | model.path='./nowhere' does not exist
+launch small.yaml data.path=smal.yaml            | The dataset 'smal.yaml' does not exist
+train small.yaml env.remote=3                    | env.remote=3 is not accepted
+view broken --export pipe                        | pipe cannot be written: it exists but is not a regular
+info --completion csh                            | invalid choice
+collect small.yaml                               | required: --out
 """
 
 
@@ -247,6 +302,36 @@ def said_all(parts, told):
 def table(text):
     rows = [[cell.strip() for cell in line.rsplit("|", 1)] for line in text.strip().splitlines()]
     return [pytest.param(*row, id=f"{row[0]}: {row[1]}") for row in rows]
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory):
+    """Return a directory in which even root can create nothing."""
+    directory = tmp_path_factory.mktemp("locked")
+    if os.geteuid():
+        directory.chmod(0o555)
+        yield directory
+        directory.chmod(0o755)
+        return
+    ways = (
+        (["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", directory], ["umount", directory]),
+        (["chattr", "+i", directory], ["chattr", "-i", directory]),
+    )
+    for lock, unlock in ways:
+        if shutil.which(lock[0]) and subprocess.run(lock, capture_output=True).returncode == 0:
+            yield directory
+            subprocess.run(unlock, check=True)
+            return
+    pytest.skip("root can write everywhere here: neither mount nor chattr may be used")
+
+
+@pytest.fixture(scope="module")
+def taken():
+    """Return a port that is in use."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +368,23 @@ def place(model_dir, tmp_path_factory):
     shutil.copytree(model_dir, directory / "foreign")
     config = json.loads((directory / "foreign" / "config.json").read_text())
     (directory / "foreign" / "config.json").write_text(json.dumps(config | {"vocab_size": 99}))
+    for name, text in YAML.items():
+        (directory / name).write_text(text)
+    os.mkfifo(directory / "pipe")
+    damaged_run(directory / "broken", model_dir)
     return directory
+
+
+def damaged_run(broken, model_dir):
+    """Make a run in which everything is damaged."""
+    for part in ("checkpoints/step-000001", "failed/step-000001", "failed/step-000002", "episodes"):
+        (broken / part).mkdir(parents=True)
+    (broken / "config.yaml").write_text(yaml.safe_dump({**SMALL, "model": {"path": str(model_dir)}}))
+    (broken / "run.json").write_text('{"run_id": ')
+    (broken / "checkpoints" / "step-000001" / "state.json").write_text("{}")
+    (broken / "failed" / "step-000001" / "update.json").write_text("[")
+    (broken / "failed" / "step-000002" / "update.json").write_text("{}")
+    shutil.copy(model_dir / "model.safetensors", broken / "failed" / "step-000002" / "batches.safetensors")
 
 
 def answer(capsys, words):
@@ -317,11 +418,27 @@ def test_a_wrong_key_is_answered_with_the_next_step(words, said, capsys):
 
 
 @pytest.mark.parametrize(("words", "said"), table(COMMANDS))
-def test_a_wrong_command_is_answered_with_the_next_step(words, said, capsys):
-    code, told = answer(capsys, shlex.split(words))
+def test_a_wrong_command_is_answered_with_the_next_step(words, said, here, taken, model_dir, request, capsys):
+    names = {"port": taken, "model": model_dir, "python": sys.executable}
+    if "{locked}" in words:
+        names["locked"] = request.getfixturevalue("locked")
+    before = files(here)
+    code, told = answer(capsys, shlex.split(words.format(**names)))
     assert code in (1, 2), told
-    assert said_all(said, told), told
+    assert said_all(said.format(**names), told), told
     assert "Traceback" not in told
+    assert files(here) == before
+
+
+def files(directory):
+    """Return all of them except the lock of a run that was tried."""
+    return sorted(path for path in directory.rglob("*") if path.name != ".lock")
+
+
+def test_every_command_has_its_mistake():
+    (commands,) = (action.choices for action in build_parser()._actions if action.choices)
+    tried = {line.split()[0] for line in COMMANDS.strip().splitlines()} - {"tran"}
+    assert tried == set(commands) == set(COMMAND_NAMES)
 
 
 def test_the_untouched_configuration_trains(capsys):

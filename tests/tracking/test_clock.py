@@ -1,16 +1,7 @@
 import pytest
+from hands import Hands
 
 from rl4llm.tracking.resources import PhaseClock
-
-
-class Hands:
-    """A clock that only moves when told."""
-
-    def __init__(self):
-        self.time = 100.0
-
-    def __call__(self):
-        return self.time
 
 
 def test_phases_add_up_nest_and_start_again_after_a_lap():

@@ -2,18 +2,9 @@ import io
 import math
 
 import pytest
+from hands import Hands
 
 from rl4llm.tracking.console import Console, RunProgress, duration
-
-
-class Hands:
-    """A clock that only moves when told."""
-
-    def __init__(self):
-        self.time = 100.0
-
-    def __call__(self):
-        return self.time
 
 
 def run(console, steps, hands=None, seconds=0.5):

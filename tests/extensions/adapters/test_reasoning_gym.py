@@ -14,7 +14,7 @@ from rl4llm.compose import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import ChatMessage, SampleState
 from rl4llm.core.base_reward import as_sample
-from rl4llm.core.errors import ConfigError, SandboxError
+from rl4llm.core.errors import ConfigError, DataError, SandboxError
 from rl4llm.extensions.adapters import reasoning_reward as module
 from rl4llm.extensions.adapters.reasoning_gym import ReasoningGymEnv, reasoning_prompts
 from rl4llm.extensions.adapters.reasoning_reward import ReasoningReward
