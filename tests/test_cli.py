@@ -230,15 +230,6 @@ def test_the_examples_in_every_help_text_can_be_parsed():
             _parsed(words[1:])
 
 
-@pytest.mark.parametrize("package", ["rich", "yaml"])
-def test_a_missing_package_gets_one_line_with_what_to_install(package, model_dir):
-    code = f"import sys; sys.modules[{package!r}] = None; from rl4llm.__main__ import program; program()"
-    words = ["train", "configs/quickstart.yaml", f"model.path={model_dir}"]
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and not done.stdout
-    assert "-m pip install" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-
-
 def test_a_command_ends_without_a_visit_of_all_objects():
     look = "atexit.register(lambda: print(gc.get_freeze_count() > 0))"  # before the program's, so it runs after it
     code = f"import atexit, gc; {look}; from rl4llm.__main__ import program; program()"

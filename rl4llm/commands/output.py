@@ -35,10 +35,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     """Return a table for the terminal; the items of a list are joined by commas, and an empty cell is a dash."""
     from rich.table import Table
 
-    made = Table(*columns, title=title)
+    grid = Table(*columns, title=title)
     for row in rows:
-        made.add_row(*map(_shown, row))
-    return made
+        grid.add_row(*map(_cell, row))
+    return grid
 
 
 class _Output(Terminal):
@@ -84,7 +84,7 @@ def write_text(text: str) -> None:
     sys.stdout.flush()  # finds a closed pipe here and not when Python ends
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}={item!r}" for key, item in value.items()) or "-"
     if isinstance(value, list | tuple):

@@ -51,12 +51,12 @@ def training_rows(setup: Setup) -> Any:
 
 def held_out_rows(setup: Setup) -> Any:
     """Load the rows for evaluation; return None if nothing is to be evaluated."""
-    config, given = setup.config, setup.given
+    config, objects = setup.config, setup.given
     if config.eval.every == 0:
         return None
-    if given.eval_dataset is not None:
-        source = given.eval_dataset
-    elif given.dataset is not None and config.eval.path is None:
+    if objects.eval_dataset is not None:
+        source = objects.eval_dataset
+    elif objects.dataset is not None and config.eval.path is None:
         return None
     else:
         source = config.eval.path or config.data.path
@@ -76,12 +76,12 @@ def rows_to_measure(setup: Setup, source: Any) -> Any:
 
 def _load(setup: Setup, source: Any, split: str, limit: int | None) -> Any:
     """Load rows of a source, or let the environment or a built-in task generate them."""
-    config, own = setup.config, setup.env_class.prompts
-    if own is not None and source is not None:
+    config, prompts = setup.config, setup.env_class.prompts
+    if prompts is not None and source is not None:
         raise ConfigError(
             f"The environment {setup.env_class.__name__} has its own prompts. Remove data.path and eval.path."
         )
-    if own is not None or (isinstance(source, str) and source in GENERATED):
+    if prompts is not None or (isinstance(source, str) and source in GENERATED):
         if config.data.system_prompt is not None or config.data.prompt_template is not None:
             raise ConfigError(
                 "data.system_prompt and data.prompt_template have no effect on generated prompts. Remove them; some "
@@ -89,7 +89,7 @@ def _load(setup: Setup, source: Any, split: str, limit: int | None) -> Any:
             )
         rows = (
             make_prompts(setup.env_class, config.env, split, limit)
-            if own
+            if prompts
             else GENERATED[source](split, limit)
         )
     elif source is None:
@@ -210,8 +210,8 @@ def fitting_prompts(
     check_texts(rows, partial(policy_openings, env), renderer, where)
 
     def length(number: int) -> int | None:
-        own, openings = renderer.of_row(rows[number]), policy_openings(env, rows[number])
-        return next(filter(None, (own.prompt_too_long(item, limit) for item in openings)), None)
+        row_renderer, openings = renderer.of_row(rows[number]), policy_openings(env, rows[number])
+        return next(filter(None, (row_renderer.prompt_too_long(item, limit) for item in openings)), None)
 
     skip = config.data.bad_rows == "skip"
     return usable_rows(rows, unfit(range(len(rows)), length, limit, skip=skip), skip=skip)

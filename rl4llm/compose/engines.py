@@ -35,13 +35,13 @@ def build_client(setup: Setup, model: Any) -> BaseClient:
 
 def free_device(setup: Setup) -> None:
     """Have servers that share the trainer's device (inference.cohost) free it, before a model of the trainer takes it."""
-    config, given, ranks = setup.config, setup.given.model, setup.machine.ranks
+    config, loaded, ranks = setup.config, setup.given.model, setup.machine.ranks
     if not config.inference.get("cohost"):
         return
 
     def free() -> None:
         if ranks.is_first:
-            model = empty_model(config.model.path) if given is None else given
+            model = empty_model(config.model.path) if loaded is None else loaded
             from_extension("free_device", "inference.cohost")(build_client(setup, model), server_urls(config))
 
     elsewhere = EngineError("The server did not free the device. See the error of rank 0.")

@@ -53,15 +53,15 @@ THE_POLICY = "policy"
 
 def with_hosts(setup: Setup) -> Setup:
     """Ask the hosts of `env.remote`, if set, for the environment; return a setup with its stand-in."""
-    config, given = setup.config, setup.given
+    config, objects = setup.config, setup.given
     if not config.env.get("remote") or setup.needs.learns_from != "episodes":
         return setup
-    if given.reward_functions is not None or given.env_class is not None:
+    if objects.reward_functions is not None or objects.env_class is not None:
         raise ConfigError(
             "env.remote takes no Python objects as reward_functions or env. Use registered names."
         )
     hosted = from_extension("hosted_environment", "env.remote")(config.env)
-    return replace(setup, given=replace(given, hosted=hosted))
+    return replace(setup, given=replace(objects, hosted=hosted))
 
 
 def build_env(
@@ -194,14 +194,14 @@ def build_rewards(
     setup: Setup, provided: Mapping[str, Any], row: Mapping[str, Any]
 ) -> tuple[list[BaseRewardFunction], Any]:
     """Make the rewards of a run, and the function that combines them; None if there is only one."""
-    config, given = setup.config, setup.given
-    if given.reward_functions is not None:
-        return [as_reward_function(item) for item in given.reward_functions], given.reward_transform_fn
+    config, objects = setup.config, setup.given
+    if objects.reward_functions is not None:
+        return [as_reward_function(item) for item in objects.reward_functions], objects.reward_transform_fn
     named = setup.env_class.default_rewards if config.rewards is None else config.rewards
     specs, factors = zip(*(weighed(item) for item in named), strict=True) if named else ((), ())
     rewards = (
-        given.hosted.rewards(specs, setup.tokenizer, row, config.seed)
-        if given.hosted
+        objects.hosted.rewards(specs, setup.tokenizer, row, config.seed)
+        if objects.hosted
         else make_rewards(specs, provided)
     )
     # Rewards per turn are added to the result of the transform, which combines the terminal rewards.

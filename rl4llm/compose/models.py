@@ -40,15 +40,15 @@ def _vision(path: str, directory: str) -> Any:
 
 def build_policy(setup: Setup) -> BaseBackend:
     """Make the model that trains: the policy, or a reward or value model."""
-    config, needs, given = setup.config, setup.needs, setup.given.model
+    config, needs, loaded = setup.config, setup.needs, setup.given.model
     values, lora = needs.value_head, config.model.lora
-    model = _model_to_place(setup, given, values=values)
+    model = _model_to_place(setup, loaded, values=values)
     adapter = value_head = None
     if values:
         from rl4llm.backends.classifier import check_classifier, load_value_head  # noqa: PLC0415 - few runs need it
 
         check_classifier(model)
-        value_head = load_value_head(config.model.path if given is None else None, model)
+        value_head = load_value_head(config.model.path if loaded is None else None, model)
     if lora.rank:
         from rl4llm.backends.lora import add_adapter  # noqa: PLC0415 - most runs have no adapter
 

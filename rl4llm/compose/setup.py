@@ -260,8 +260,8 @@ def fixed_and_changeable(config: Config) -> tuple[dict[str, Any], dict[str, Any]
     fixed: dict[str, Any] = {}
     changeable: dict[str, Any] = {}
     for key, value in flatten(as_written(config)).items():
-        own = key.split(".", 2)[-1] if key.startswith("parts.") else key
-        (changeable if own.startswith(MAY_CHANGE) else fixed)[key] = value
+        name = key.split(".", 2)[-1] if key.startswith("parts.") else key
+        (changeable if name.startswith(MAY_CHANGE) else fixed)[key] = value
     del changeable["output.dir"]
     return fixed, changeable
 

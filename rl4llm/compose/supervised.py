@@ -52,10 +52,10 @@ READERS: dict[str, Callable[[Renderer, Mapping[str, Any], str], Group]] = {
 
 def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     """Check and load what a run on `dataset` needs, and make its trainer."""
-    needs, given, tokenizer = setup.needs, setup.given, setup.tokenizer
+    needs, objects, tokenizer = setup.needs, setup.given, setup.tokenizer
     held_out = held_out_rows(setup) or ()
     reader, fitting = dataset_reader(setup, dataset)
-    stored = given.model.config if given.model is not None else stored_config(setup.config.model.path)
+    stored = objects.model.config if objects.model is not None else stored_config(setup.config.model.path)
     context_length, _ = min(context_limits(stored))
     fitted, kept_out = (
         fitting(rows, context_length, where) for rows, where in ((dataset, "data"), (held_out, "eval"))
@@ -65,7 +65,7 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     if note and setup.machine.ranks.is_first:
         run.keep("config.yaml", to_yaml(config), private=True)  # with the steps
     # The copy is made before training changes the policy's weights.
-    start = copy.deepcopy(given.model) if needs.reference else None
+    start = copy.deepcopy(objects.model) if needs.reference else None
     backend = build_policy(setup)
     if needs.value_head:
         # Others find the token that has the score by it.

@@ -138,7 +138,7 @@ def _task(part: str, setup: Setup, dataset: Any, sandbox: Callable[[], Any]) -> 
 def _reinforced(
     setup: Setup, parts: Mapping[str, Setup], datasets: Mapping[str, Any]
 ) -> Callable[[RunDir], RLTrainer]:
-    config, given, algorithm, machine = setup.config, setup.given, setup.algorithm, setup.machine
+    config, objects, algorithm, machine = setup.config, setup.given, setup.algorithm, setup.machine
     shared = Provided({"sandbox": lambda: build_sandbox(config)})
     if config.sandbox != SandboxConfig():
         shared["sandbox"]  # refuses a wrong level; it starts nothing
@@ -148,7 +148,7 @@ def _reinforced(
         for name, part in parts.items()
     ]
     check_curriculum(config, [task.env for task in tasks])
-    start = copy.deepcopy(given.model)  # before training changes the policy's weights
+    start = copy.deepcopy(objects.model)  # before training changes the policy's weights
     backend = build_policy(setup)
     check_parts(setup, backend)
     client = build_client(setup, backend.model if backend.whole else plain_model(setup, copy.deepcopy(start)))
@@ -187,7 +187,7 @@ def _reinforced(
         for task in tasks:
             task.env.report_to(tracker.warn)
         measured = [task.rollout(task.held_out, **played) for task in tasks if task.held_out is not None]
-        _tell_of(shared.made.get("sandbox") if machine.ranks.is_first else None, run, tracker)
+        _report_isolation(shared.made.get("sandbox") if machine.ranks.is_first else None, run, tracker)
         return RLTrainer(
             inference=Inference(
                 client=client,
@@ -216,7 +216,7 @@ def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout:
     return load(MIXED)(rollouts) if rollouts[0].part else rollouts[0]
 
 
-def _tell_of(sandbox: Any, run: RunDir, tracker: RunTracker) -> None:
+def _report_isolation(sandbox: Any, run: RunDir, tracker: RunTracker) -> None:
     """Show how strongly the sandbox isolates programs, and write it into the run's directory."""
     if sandbox is not None and sandbox.active is not None:
         (tracker.note if sandbox.active.rank > 1 else tracker.warn)(str(sandbox.active))

@@ -246,19 +246,19 @@ def annotation_of(key: str) -> Any:
 
 def _check_keys(keys: Iterable[str], config: DictConfig) -> None:
     free = (*FREE, "rewards", "parts")
-    known = [key for key in flatten(OmegaConf.to_container(config)) if key.split(".")[0] not in free]
+    names = [key for key in flatten(OmegaConf.to_container(config)) if key.split(".")[0] not in free]
     for key in keys:
         section, _, leaf = key.rpartition(".")
-        if key.split(".")[0] in free or any(f"{name}.".startswith(f"{key}.") for name in known):
+        if key.split(".")[0] in free or any(f"{name}.".startswith(f"{key}.") for name in names):
             continue
         if answer := elsewhere("key", key):
             raise ConfigError(f"Unknown configuration key: {answer}")
-        inside = [name for name in known if section and name.startswith(f"{section}.")]
-        same = [name for name in known if name.rpartition(".")[2] == leaf]
+        inside = [name for name in names if section and name.startswith(f"{section}.")]
+        same = [name for name in names if name.rpartition(".")[2] == leaf]
         leaves = [name.removeprefix(f"{section}.") for name in inside]
         near = (
-            did_you_mean(leaf, leaves).replace("'", f"'{section}.", 1) if inside else did_you_mean(key, known)
+            did_you_mean(leaf, leaves).replace("'", f"'{section}.", 1) if inside else did_you_mean(key, names)
         )
         near = f" Did you mean {same[0]!r}?" if same else near
-        names = inside or dict.fromkeys(name.split(".")[0] for name in [*known, *free])
-        raise ConfigError(f"Unknown configuration key {key!r}.{near} Known: {', '.join(names)}.")
+        listed = inside or dict.fromkeys(name.split(".")[0] for name in [*names, *free])
+        raise ConfigError(f"Unknown configuration key {key!r}.{near} Known: {', '.join(listed)}.")

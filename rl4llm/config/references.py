@@ -45,12 +45,12 @@ def expand_paths(merged: DictConfig) -> None:
             is_url = path[-2:-1] in OWN and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text)
             if is_url or re.match(r"~|.*\$\w", expanded):
                 key = ".".join(map(str, path))
-                wrong = (
+                problem = (
                     "is an address, not a path"
                     if is_url
                     else f"names {expanded!r}, which is unset or unknown"
                 )
-                raise ConfigError(f"{key}={text!r} {wrong}. Write a path of this machine.")
+                raise ConfigError(f"{key}={text!r} {problem}. Write a path of this machine.")
             _holder(merged, path)[path[-1]] = expanded
 
 

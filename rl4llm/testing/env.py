@@ -143,12 +143,12 @@ class _Contract:
         pairs = pairwise(message.role for message in episode.messages[begin - 1 :])
         twice = any(before == after == "assistant" for before, after in pairs)
         yield "roles alternate: somebody else speaks between two turns of the policy", not twice, where
-        strange = {message.role for message in episode.messages[begin:]} - {
+        roles = {message.role for message in episode.messages[begin:]} - {
             "assistant",
             *self.env.reply_roles,
         }
         law = f"the environment speaks in its reply_roles, {self.env.reply_roles}, which the chat template was checked for"
-        yield law, not strange, where
+        yield law, not roles, where
 
     def authors(self, name: tuple[str, int], episode: Trajectory, client: Recorder) -> Laws:
         law = "only what the policy said at that very point is marked as its own, tokens and log-probs"

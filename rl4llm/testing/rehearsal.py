@@ -38,8 +38,8 @@ class Rehearsal:
         if not self.result.failed:
             return None
         sample = self.result.failed[0]
-        last = next((item.content for item in reversed(sample.messages) if item.role == "assistant"), None)
-        return f"prompt {sample.prompt_id!r}, sample {sample.index}, policy {last!r:.200}: {sample.failure}"
+        reply = next((item.content for item in reversed(sample.messages) if item.role == "assistant"), None)
+        return f"prompt {sample.prompt_id!r}, sample {sample.index}, policy {reply!r:.200}: {sample.failure}"
 
 
 class Recorder(ScriptedClient):
@@ -70,18 +70,18 @@ class Recorder(ScriptedClient):
             return await super().generate(prompt_ids, sampling_params, images=images)
         prompt = tuple(prompt_ids)
         self.firsts.setdefault(session, prompt)
-        asked = self._asked.setdefault(session, [])
-        if asked and prompt[: len(asked[-1])] != asked[-1]:  # the episode is played again
-            asked.clear()
-        if prompt not in asked:
-            asked.append(prompt)
-        if len(asked) > self.max_turns:
-            self._stop(f"session {session} asks for turn {len(asked)}, and max_steps is {self.max_turns}")
+        prompts = self._asked.setdefault(session, [])
+        if prompts and prompt[: len(prompts[-1])] != prompts[-1]:  # the episode is played again
+            prompts.clear()
+        if prompt not in prompts:
+            prompts.append(prompt)
+        if len(prompts) > self.max_turns:
+            self._stop(f"session {session} asks for turn {len(prompts)}, and max_steps is {self.max_turns}")
         if session == self.silent:
             raise UnreachableError("check_env keeps the engine silent for this episode.")
         completion = await super().generate(prompt_ids, sampling_params, session=session, images=images)
-        said = (completion.token_ids, completion.logprobs)
-        self.said.setdefault((prompt_of(session), prompt), []).append(said)
+        sample = (completion.token_ids, completion.logprobs)
+        self.said.setdefault((prompt_of(session), prompt), []).append(sample)
         return completion
 
     async def version(self) -> int:

@@ -62,10 +62,10 @@ class ScriptedClient(BaseClient):
             *self._tokenizer.encode(reply, add_special_tokens=False, verbose=False),
             self._tokenizer.eos_token_id,
         ]
-        kept = tuple(tokens[: min(sampling_params.max_tokens, self.context_length - len(prompt_ids))])
-        text = self._tokenizer.decode(list(kept), skip_special_tokens=True)
-        reason: FinishReason = "stop" if len(kept) == len(tokens) else "length"
-        return Completion(text, kept, (self.LOGPROB,) * len(kept), reason, self._version)
+        token_ids = tuple(tokens[: min(sampling_params.max_tokens, self.context_length - len(prompt_ids))])
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        reason: FinishReason = "stop" if len(token_ids) == len(tokens) else "length"
+        return Completion(text, token_ids, (self.LOGPROB,) * len(token_ids), reason, self._version)
 
     async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
         return [self.LOGPROB] * (len(token_ids) - 1)

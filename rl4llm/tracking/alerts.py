@@ -84,7 +84,7 @@ def all_truncated(row: Row, first: Sequence[Row]) -> str | None:
 
 
 def entropy_collapse(row: Row, first: Sequence[Row]) -> str | None:
-    now, begin = _entropy(row), [entropy for one in first if (entropy := _entropy(one)) is not None]
+    now, begin = _entropy(row), [entropy for early in first if (entropy := _entropy(early)) is not None]
     if now is None or not begin or len(begin) < len(first) or _number(row, "accuracy", below=0.0) >= SUCCESS:
         return None
     start = statistics.median(begin)
@@ -93,7 +93,7 @@ def entropy_collapse(row: Row, first: Sequence[Row]) -> str | None:
 
 def growing_mismatch(row: Row, first: Sequence[Row]) -> str | None:
     now = _number(row, "mismatch/mean", below=0.0)
-    begin = [value for one in first if (value := _number(one, "mismatch/mean", below=-1.0)) >= 0]
+    begin = [value for early in first if (value := _number(early, "mismatch/mean", below=-1.0)) >= 0]
     if now > LARGE:
         return f"log-probs of engine and trainer differ by {now:.3g} nats per token"
     start = statistics.median(begin) if begin else math.inf
@@ -137,10 +137,10 @@ def failing_part(row: Row, first: Sequence[Row]) -> str | None:
 def broken_tool(row: Row, first: Sequence[Row]) -> str | None:
     """Return the sign if a tool raises by mistake; that fails its samples or is shown to the policy: see `env.on_error`."""
     for name, count in row.items():
-        found = _RAISED.fullmatch(name)
-        calls = _number(row, f"{found[1]}/calls", below=0.0) if found else 0.0
-        if found and calls and count >= MOST * calls:
-            return f"{count / calls:.0%} of the calls of tool {found[2]} raise {found[3]}"
+        match = _RAISED.fullmatch(name)
+        calls = _number(row, f"{match[1]}/calls", below=0.0) if match else 0.0
+        if match and calls and count >= MOST * calls:
+            return f"{count / calls:.0%} of the calls of tool {match[2]} raise {match[3]}"
     return None
 
 
@@ -311,10 +311,10 @@ class Alerts:
 
     def take(self, step: int, row: Row) -> list[Alert]:
         """Return the alerts that begin or end in this step."""
-        found = [self._apply(rule, step, row) for rule in self.rules]
+        alerts = [self._apply(rule, step, row) for rule in self.rules]
         if len(self._first) < FIRST:
             self._first.append(row)
-        return [alert for alert in found if alert]
+        return [alert for alert in alerts if alert]
 
     @property
     def open(self) -> dict[str, int]:

@@ -72,15 +72,15 @@ class Console:
         """Show a finished step."""
         progress = self._progress
         progress.take_step(step, metrics)
-        last = step >= progress.total_steps
+        is_end = step >= progress.total_steps
         slow = self._now() - self._last_line >= SECONDS_BETWEEN_LINES
-        if slow or last or step == 1 or step % self._every == 0:
-            ending = [] if last else [f"{duration(progress.seconds_left or 0)} left"]
+        if slow or is_end or step == 1 or step % self._every == 0:
+            ending = [] if is_end else [f"{duration(progress.seconds_left or 0)} left"]
             facts = progress.facts() + (progress.details() if self._verbose else [])
             where = f"step {step}/{progress.total_steps}"
             self.note("  ".join([where, *ending, *(f"{label} {text}" for label, text in facts)]))
         apart = max(FEWEST, progress.total_steps // SPARKLINES)
-        if len(progress.rewards) >= FEWEST and (last or step % apart == 0):
+        if len(progress.rewards) >= FEWEST and (is_end or step % apart == 0):
             self.note(f"reward {bars(progress.rewards)}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -179,8 +179,8 @@ class RunProgress:
         """Return the numbers to show, as label and string, without those that were never measured."""
         metrics, held_out = self.metrics, None
         if self.accuracy is not None:
-            first = "" if self.evaluated_step == self.first_step else f", from {self.first_accuracy:.1%}"
-            held_out = f"{self.accuracy:.1%} (step {self.evaluated_step}{first})"
+            baseline = "" if self.evaluated_step == self.first_step else f", from {self.first_accuracy:.1%}"
+            held_out = f"{self.accuracy:.1%} (step {self.evaluated_step}{baseline})"
         learned = "reward/mean" if "reward/mean" in metrics else "loss"
         facts = [
             (learned.partition("/")[0], f"{metrics[learned]:.3f}" if learned in metrics else None),

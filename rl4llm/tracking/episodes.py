@@ -133,15 +133,15 @@ class TrainedTokens:
 
     def by_span(self) -> dict[int, SpanNote]:
         """Return the notes of all spans that trained, by the `id` of the span."""
-        found: dict[int, SpanNote] = {}
+        notes: dict[int, SpanNote] = {}
         for passed in self._passes:
             for span, note in _notes_of(*passed):
-                known = found.setdefault(id(span), note)
-                known.clipped = sorted({*known.clipped, *note.clipped})
-        return found
+                merged = notes.setdefault(id(span), note)
+                merged.clipped = sorted({*merged.clipped, *note.clipped})
+        return notes
 
 
-def told(groups: Sequence[Group], most: int = 8, longest: int = 4000) -> list[dict[str, str | float]]:
+def episode_rows(groups: Sequence[Group], most: int = 8, longest: int = 4000) -> list[dict[str, str | float]]:
     """Return a few episodes as text for a table: prompt, completion, reward and stop reason; long texts are cut."""
     return [
         {
@@ -150,7 +150,7 @@ def told(groups: Sequence[Group], most: int = 8, longest: int = 4000) -> list[di
             "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason,
         }
-        for trajectory in islice((one for group in groups for one in group.trajectories), most)
+        for trajectory in islice((item for group in groups for item in group.trajectories), most)
     ]
 
 
@@ -255,13 +255,13 @@ def _tokens(
         if (note := notes.get(id(span))) is not None
         for ours, theirs in zip(note.logprobs, span.logprobs or (), strict=True)
     ]
-    first, *others = ([_span(span, notes.get(id(span))) for span in record] for record in records)
+    main, *branches = ([_span(span, notes.get(id(span))) for span in record] for record in records)
     return {
         "turns": sum(map(count_turns, records)),
         "tokens": sum(len(span.token_ids) for span in written),
         **({"mismatch": round(max(differences), DIGITS)} if differences else {}),
-        "spans": first,
-        **({"forks": others} if others else {}),
+        "spans": main,
+        **({"forks": branches} if branches else {}),
     }
 
 

@@ -163,13 +163,13 @@ class Metric:
 @cache
 def sections() -> dict[str, list[Metric]]:
     """Return the metrics of the table by the title of their section."""
-    found: dict[str, list[Metric]] = {}
+    by_title: dict[str, list[Metric]] = {}
     for line in re.sub(r"\n +", " ", TABLE).strip().splitlines():
         if line.startswith("## "):
-            metrics = found.setdefault(line.removeprefix("## "), [])
+            metrics = by_title.setdefault(line.removeprefix("## "), [])
         elif line:
             metrics.append(Metric(*(cell.strip() for cell in line.split("|"))))
-    return found
+    return by_title
 
 
 @cache
@@ -184,7 +184,7 @@ def find(name: str) -> Metric | None:
         if re.fullmatch(_pattern(metric.name), name):
             return metric
     rests = (match["METRIC"] for prefix in PREFIXES if (match := re.fullmatch(_pattern(prefix), name)))
-    return next((found for rest in rests if (found := find(rest))), None)
+    return next(filter(None, map(find, rests)), None)
 
 
 @cache

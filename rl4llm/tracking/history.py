@@ -45,7 +45,7 @@ class MetricsTable(list[dict[str, Any]]):
     def _cells(self) -> list[list[str]]:
         """Return the header and the rows to show."""
         names = [name for name in SHOWN if any(row.get(name) is not None for row in self)]
-        rows = [[_shown(row.get(name)) for name in names] for row in self]
+        rows = [[_cell(row.get(name)) for name in names] for row in self]
         if len(rows) > FIRST + LAST + 1:
             rows[FIRST:-LAST] = [["..."] * len(names)]
         return [names, *rows]
@@ -55,5 +55,5 @@ class MetricsTable(list[dict[str, Any]]):
         return f"{len(self)} rows, {len(names)} metrics. pandas.DataFrame(trainer.history) has all."
 
 
-def _shown(value: float | None) -> str:
+def _cell(value: float | None) -> str:
     return "" if value is None else str(value) if isinstance(value, int) else rounded(value)

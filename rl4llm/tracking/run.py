@@ -18,7 +18,7 @@ from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.terminal import notebook_shell
 from rl4llm.tracking.alerts import Alert, Alerts
 from rl4llm.tracking.console import Console, Mode
-from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens, told
+from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens, episode_rows
 from rl4llm.tracking.resources import PhaseClock, Resources
 from rl4llm.tracking.summary import Episode, Failure, facts, faults, last_words, summarize_facts, unread
 from rl4llm.tracking.tracker import (
@@ -81,10 +81,10 @@ class RunTracker:
     def begin(self, step: int) -> None:
         """Open the logs after `step` finished steps; -1 means from the start, evaluation of step 0 included."""
         run = self._run
-        first = self._ranks.is_first
-        self._trackers = self._opened(["metrics.jsonl", *self._names] if first else [], step)
-        self._evals = self._opened(["eval.jsonl"] if first else [], step)
-        if first:
+        is_first = self._ranks.is_first
+        self._trackers = self._opened(["metrics.jsonl", *self._names] if is_first else [], step)
+        self._evals = self._opened(["eval.jsonl"] if is_first else [], step)
+        if is_first:
             self._open_alerts(step)
         with self._tolerant("episodes"):
             limits = self._episodes_every, self._episodes_per_step
@@ -134,9 +134,9 @@ class RunTracker:
         self._trackers.log(step, metrics)
         self._trackers.phases(step, self.clock.lapped)
         self.console.step(step, metrics)
-        found = self._alerts.take(step, metrics)
+        alerts = self._alerts.take(step, metrics)
         self.console.alerts(self._alerts.open)
-        for alert in found:  # that begin or end in this step
+        for alert in alerts:  # that begin or end in this step
             (self.console.warn if alert.until is None else self.console.note)(str(alert))
             self._keep(alert)
 
@@ -159,7 +159,7 @@ class RunTracker:
         metrics = _summary(gathered)
         self._evals.log(step, metrics)
         self._trackers.log(step, {f"eval/{name}": value for name, value in metrics.items()})
-        if rows := told(groups):
+        if rows := episode_rows(groups):
             self._trackers.table(step, "eval/episodes", rows)
         self._draw_curve(step)
         self.console.evaluation(step, metrics)
@@ -215,7 +215,7 @@ class RunTracker:
 
     def _check_answers(self, step: int, groups: Sequence[Group]) -> None:
         """Warn if the rewards found no answer in the first step of this start."""
-        members = [one for group in groups if not group.frozen for one in group.trajectories]
+        members = [trajectory for group in groups if not group.frozen for trajectory in group.trajectories]
         if self._answers_checked or not members or not self._ranks.is_first:
             return
         self._answers_checked = True

@@ -51,21 +51,21 @@ def facts(groups: Sequence[Group]) -> list[list[Episode]]:
     return [
         [
             Episode(
-                one.reward,
-                dict(one.rewards),
-                one.num_policy_tokens,
-                len(one.spans[0].token_ids),
-                one.num_turns,
-                one.stop_reason,
-                tuple(_noted(one.extras)),
-                {name: float(value) for name, value in one.extras.get("metrics", {}).items()},
-                one.role,
+                member.reward,
+                dict(member.rewards),
+                member.num_policy_tokens,
+                len(member.spans[0].token_ids),
+                member.num_turns,
+                member.stop_reason,
+                tuple(_note_counts(member.extras)),
+                {name: float(value) for name, value in member.extras.get("metrics", {}).items()},
+                member.role,
                 group.frozen,
-                one.part,
-                -math.fsum(logprob for span in one.policy_spans for logprob in span.logprobs or ()),
-                one.success,
+                member.part,
+                -math.fsum(logprob for span in member.policy_spans for logprob in span.logprobs or ()),
+                member.success,
             )
-            for one in group.trajectories
+            for member in group.trajectories
         ]
         for group in groups
     ]
@@ -86,8 +86,8 @@ def unread(trajectory: Trajectory) -> bool:
 
 def last_words(trajectory: Trajectory) -> str:
     """Return the end of the policy's last message, where an answer is looked for."""
-    said = next((item.content for item in reversed(trajectory.messages) if item.role == "assistant"), "")
-    return said if len(said) <= QUOTED_CHARS else f"...{said[-QUOTED_CHARS:]}"
+    reply = next((item.content for item in reversed(trajectory.messages) if item.role == "assistant"), "")
+    return reply if len(reply) <= QUOTED_CHARS else f"...{reply[-QUOTED_CHARS:]}"
 
 
 def summarize(groups: Sequence[Group], failed: Sequence[SampleState] = ()) -> dict[str, float]:
@@ -101,45 +101,45 @@ def summarize_facts(groups: Sequence[Sequence[Episode]], failed: Sequence[Failur
     Those of a role or a part begin with role/<role>/ or part/<part>/. Frozen roles count only in their own. Without a
     trajectory there are only the failures and `trajectories`.
     """
-    metrics = _of_one(groups, failed)
+    metrics = _summary(groups, failed)
     names = {member.part for group in groups for member in group} | {item.part for item in failed}
     for name in sorted(names - {""}):
-        own = [group for group in groups if any(member.part == name for member in group)]
-        found = _of_one(own, [item for item in failed if item.part == name])
-        share = sum(map(len, own)) / max(1, sum(map(len, groups)))
-        metrics |= {f"part/{name}/{key}": value for key, value in {**found, "share": share}.items()}
+        part_groups = [group for group in groups if any(member.part == name for member in group)]
+        summary = _summary(part_groups, [item for item in failed if item.part == name])
+        share = sum(map(len, part_groups)) / max(1, sum(map(len, groups)))
+        metrics |= {f"part/{name}/{key}": value for key, value in {**summary, "share": share}.items()}
     return metrics
 
 
-def _of_one(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> dict[str, float]:
+def _summary(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> dict[str, float]:
     kinds = {
         f"failures/{kind}": float(count)
         for kind, count in sorted(Counter(item.kind for item in failed).items())
     }
     failures = {"failures": float(len(failed)), **kinds}
-    metrics = _of([group for group in groups if not any(member.frozen for member in group)])
+    metrics = _measures([group for group in groups if not any(member.frozen for member in group)])
     for note in (note for item in failed for note in item.notes):
         metrics[note] = metrics.get(note, 0.0) + 1.0
     metrics |= failures
     for role in dict.fromkeys(member.role for group in groups for member in group if member.role):
-        own = _of([group for group in groups if any(member.role == role for member in group)])
-        metrics |= {f"role/{role}/{name}": value for name, value in own.items()}
+        summary = _measures([group for group in groups if any(member.role == role for member in group)])
+        metrics |= {f"role/{role}/{name}": value for name, value in summary.items()}
     return metrics
 
 
-def _of(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+def _measures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
     """Metrics of the trajectories of groups."""
     trajectories = [trajectory for group in groups for trajectory in group]
     if not trajectories:
         return {"trajectories": 0.0}
-    lengths = sorted(one.policy_tokens for one in trajectories)
-    reasons = Counter(one.stop_reason for one in trajectories)
+    lengths = sorted(episode.policy_tokens for episode in trajectories)
+    reasons = Counter(episode.stop_reason for episode in trajectories)
     measured: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.measured.items():
             measured.setdefault(f"env/{name}", []).append(value)
     notes = Counter(note for trajectory in trajectories for note in trajectory.notes)
-    equal = [not differ([one.reward for one in group]) for group in groups if len(group) > 1]
+    equal = [not differ([episode.reward for episode in group]) for group in groups if len(group) > 1]
     spread = (
         {"groups/count": float(len(equal)), "groups/zero_spread": statistics.fmean(equal)} if equal else {}
     )
@@ -148,13 +148,13 @@ def _of(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
         "completion_length/mean": statistics.fmean(lengths),
         "completion_length/p90": float(lengths[math.ceil(0.9 * len(lengths)) - 1]),
         "completion_length/max": float(lengths[-1]),
-        "prompt_length/mean": statistics.fmean(one.prompt_tokens for one in trajectories),
+        "prompt_length/mean": statistics.fmean(episode.prompt_tokens for episode in trajectories),
         "truncated": sum(reasons[reason] for reason in TRUNCATED) / len(trajectories),
         **{f"stop/{reason}": count / len(trajectories) for reason, count in sorted(reasons.items())},
-        **{name: statistics.fmean(found) for name, found in sorted(measured.items())},
+        **{name: statistics.fmean(numbers) for name, numbers in sorted(measured.items())},
         "turns": statistics.fmean(trajectory.turns for trajectory in trajectories),
-        "surprise": sum(one.surprise for one in trajectories)
-        / max(1, sum(one.policy_tokens for one in trajectories)),
+        "surprise": sum(episode.surprise for episode in trajectories)
+        / max(1, sum(episode.policy_tokens for episode in trajectories)),
         **spread,
         **{note: float(count) for note, count in sorted(notes.items())},
         "trajectories": float(len(trajectories)),
@@ -174,7 +174,7 @@ def _rewards(trajectories: Sequence[Episode]) -> dict[str, float]:
     return metrics
 
 
-def _noted(extras: Mapping[str, Any]) -> Iterator[str]:
+def _note_counts(extras: Mapping[str, Any]) -> Iterator[str]:
     """Yield the metrics that count what happened to one trajectory."""
     for reward, note in extras.get("reward_notes", {}).items():
         yield f"model_faults/{reward}/{note.partition(':')[0]}"
