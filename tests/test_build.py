@@ -24,7 +24,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose import Given, build_trainer
 from rl4llm.compose.choices import check_choices, check_config, rate_warnings, warnings_of
 from rl4llm.compose.engines import build_client, check_engine, server_urls
-from rl4llm.compose.environments import make_env, make_prompts, unset_notes
+from rl4llm.compose.environments import make_env, make_prompts
 from rl4llm.compose.setup import Machine, Setup, set_up_torch
 from rl4llm.compose.supervised import dataset_renderer
 from rl4llm.compose.trainer import precision_of
@@ -196,30 +196,20 @@ def test_a_run_keeps_the_precision_that_auto_chose(model_dir, tmp_path, monkeypa
     assert Machine.of(load_config(overrides={"model.path": "M"})).autocast == "none"
 
 
-def test_bfloat16_is_the_default_where_it_is_faster(monkeypatch):
-    def machine(**model):
-        keys = {f"model.{key}": value for key, value in model.items()}
-        return Machine.of(load_config(None, {"model.path": "M", **keys}))
-
-    def shown(autocast="auto", **model):
-        return precision_of(autocast, machine(autocast=autocast, **model))
-
-    monkeypatch.setattr("rl4llm.compose.setup.multiplies_bfloat16", lambda: True)
-    assert machine(device="cpu").autocast == "bfloat16"
-    assert shown(device="cpu", autocast="none") == ""
-    assert machine(device="cuda").autocast == "bfloat16"  # without one here, as `rl4llm plan` needs it
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for native in (True, False):
-        monkeypatch.setattr(
-            torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native
-        )
-        assert machine(device="cuda").autocast == ("bfloat16" if native else "none")
-        assert shown(device="cuda").startswith(
-            f"computes in {'bfloat16' if native else 'float32'} with float32 weights"
-        )
-    assert machine(device="cuda", autocast="none").autocast == "none"
-    assert machine(device="cuda", dtype="bfloat16").autocast == "none"
-    assert "model.autocast=none" in shown(device="cuda", autocast="none")
+@pytest.mark.parametrize(("keys", "native", "autocast"), [
+    ({"device": "cpu"}, True, "bfloat16"), ({"device": "cpu"}, False, "none"), ({"device": "cuda"}, True, "bfloat16"),
+    ({"device": "cuda"}, None, "bfloat16"),  # a GPU that only a plan knows
+    ({"device": "cuda"}, False, "none"), ({"device": "cuda", "autocast": "none"}, True, "none"),
+    ({"device": "cuda", "dtype": "bfloat16"}, True, "none"),
+])  # fmt: skip
+def test_bfloat16_is_the_default_where_it_is_faster(keys, native, autocast, monkeypatch):
+    monkeypatch.setattr("rl4llm.compose.setup.multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: native is not None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    config = load_config(None, {"model.path": "M", **{f"model.{key}": value for key, value in keys.items()}})
+    assert Machine.of(config).autocast == autocast
+    on_gpu = keys["device"] == "cuda"
+    assert bool(precision_of(config.model.autocast, Machine.of(config))) == (on_gpu or "autocast" not in keys)
 
 
 def test_a_gpu_has_exact_float32_and_no_plans_for_attention(monkeypatch):
@@ -526,13 +516,6 @@ def test_defaults_that_are_traps_are_shown_once(model_dir, tmp_path, capsys):
     assert unset.count("training.lr is not set") == unset.count("rollout.max_tokens is not set") == 1
     assert "an adapter hardly learns with it" in shown("adapter", **{"model.lora.rank": 2})
     assert "is not set" not in shown("knowing", **{"training.lr": 1e-6, "rollout.max_tokens": 256})
-
-
-def test_length_of_turns_that_a_part_sets_has_no_note():
-    keys = {"model.path": "m", "rewards": ["math"]}
-    for parts, count in (({}, 1), ({"parts": {"a": {"rollout": {"max_tokens": 256}}}}, 0)):
-        setup = Setup(load_config(overrides=keys | parts), Given(), None, None)
-        assert len(list(unset_notes(setup, None))) == count
 
 
 def test_escapes_that_a_shell_kept_are_reported():

@@ -151,7 +151,7 @@ def test_a_file_may_share_values_and_leave_some_empty(tmp_path):
 )
 def test_a_file_with_anything_else_is_refused(content, tmp_path):
     (tmp_path / "c.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=r"c\.yaml: "):
+    with pytest.raises(ConfigError):
         load_config(tmp_path / "c.yaml", NEEDED)
 
 

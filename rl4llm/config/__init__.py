@@ -119,34 +119,15 @@ def variables_of(config: Config) -> dict[str, bool]:
 
 
 def _container(config: Config) -> dict[str, Any]:
-    values = _in_containers(config)
-    assert isinstance(values, dict)  # as a dataclass is
-    return values
-
-
-def _in_containers(value: Any) -> Any:
-    """Return a copy of a configuration's dataclasses, mappings and lists as dicts and lists."""
-    if dataclasses.is_dataclass(value):
-        value = {
-            item.name: getattr(value, item.name) for item in dataclasses.fields(value) if not item.metadata
-        }
-    if isinstance(value, Mapping):
-        return {name: _in_containers(item) for name, item in value.items()}
-    return [_in_containers(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _plain(layer: DictConfig) -> dict[str, Any]:
-    values = OmegaConf.to_container(layer)
-    assert isinstance(values, dict)  # as the layers are
-    return {str(name): value for name, value in values.items()}
+    """Return a copy of a configuration as dicts and lists, without what is no key."""
+    values = dataclasses.asdict(config)
+    return {item.name: values[item.name] for item in dataclasses.fields(config) if not item.metadata}
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return every leaf by its dotted key."""
-    if dataclasses.is_dataclass(config):
-        config = {
-            item.name: getattr(config, item.name) for item in dataclasses.fields(config) if not item.metadata
-        }
+    if isinstance(config, Config):
+        config = _container(config)
     if not isinstance(config, Mapping):
         return {prefix[:-1]: config}
     return {key: value for name in config for key, value in flatten(config[name], f"{prefix}{name}.").items()}
@@ -194,7 +175,7 @@ def _checked(merged: DictConfig) -> Config:
 
 
 def _merge(config: DictConfig, changes: dict[str, Any]) -> DictConfig:
-    values = _plain(config)
+    values: Any = OmegaConf.to_container(config)
     changes = whole_lists(values, changes)
     for name, value in changes.items():
         hint = dict if isinstance(values.get(name), Mapping) else annotation_of(name)

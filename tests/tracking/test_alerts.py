@@ -124,20 +124,6 @@ def test_a_run_without_groups_or_rollouts_is_watched_too():
     assert [(alert.name, alert.step, alert.since) for alert in found] == [("no gradient", 5, 1)]
 
 
-def test_an_alert_has_what_since_when_why_and_where_to_look():
-    alerts = Alerts()
-    found = [alert for step in range(1, 9) for alert in alerts.take(step, HEALTHY | SICK["constant reward"])]
-    text = str(found[0])
-    for part in (
-        "since step 1",
-        "all samples of every group have the same reward, 0.5",
-        "Zero-variance groups teach nothing",
-        "rollout.group_size",
-    ):
-        assert part in text
-    assert alerts.open == {"constant reward": 1}
-
-
 @pytest.mark.parametrize("begin", ["", "part/web/"])
 def test_a_broken_tool_is_named_with_its_error_and_line(begin):
     sick = {f"{begin}{name}": value for name, value in SICK["broken tool"].items()}

@@ -116,3 +116,11 @@ def test_time_left_is_at_the_median_pace_of_this_start():
 def test_durations_read_as_people_write_them():
     texts = [duration(seconds) for seconds in (0, 7.4, 750, 3599.7, 11_100, 187_800)]
     assert texts == ["0:00", "0:07", "12:30", "1:00:00", "3:05:00", "2 d 04:10"]
+
+
+def test_progress_is_compared_with_the_first_evaluation():
+    console = Console(20, file=(file := io.StringIO()), now=Hands())
+    console.recall(10, {"accuracy": 1.0})
+    console.evaluation(11, {"accuracy": 0.0})
+    console.step(12, {"loss": 1.0})
+    assert "held-out 0.0% (step 11, from 100.0%)" in file.getvalue()
