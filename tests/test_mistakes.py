@@ -136,7 +136,7 @@ data.path=row.jsonl                                | Did you mean 'rows.jsonl'
 data.path=rows.txt                                 | this file type is not supported. Accepted: .jsonl
 data.path=empty                                    | the split 'train' was not found. Accepted: train.jsonl
 data.path=empty.jsonl                              | the dataset is empty (split 'train'). Next step: check data.path
-data.path=broken.jsonl | broken.jsonl:2: not valid JSON at column 2: Expecting property name enclosed in double quotes
+data.path=broken.jsonl | broken.jsonl:2: not valid JSON: Expecting property name enclosed in double quotes
 data.path=latin1.csv                               | is not UTF-8. Next step: convert the file
 data.path=o.jsonl rewards=[math] | o.jsonl:1 (prompt ... set data.answer_column to its column (the row has: prompt, solution)
 data.path=ended.jsonl | ended.jsonl:1: the prompt ends with a message of role 'assistant' ... Remove that message

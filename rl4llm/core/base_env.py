@@ -10,18 +10,19 @@ Three levels, each a small step from the one before:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from rl4llm.core.base_reward import BaseRewardFunction, RewardExample, RewardTransform, Score
-from rl4llm.core.errors import ConfigError, DataError, EnvError, unknown
+from rl4llm.core.errors import ConfigError, EnvError, unknown
 from rl4llm.core.player import LLM, Player, are_messages
 from rl4llm.core.sample import EnvState, EpisodeState, Line, SampleState, Special, messages_of, pool_of
-from rl4llm.core.schema import Count
+from rl4llm.core.schema import Count, fits, refusal
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.runtime.seeds import derive_seed
 
@@ -56,7 +57,7 @@ class BaseMDPEnv(Player):
         tool_schemas: JSON schemas of tools for the chat template.
         reward_transform_fn: combines rewards by name, tensors of shape (num_samples,), into one tensor of that shape.
 
-    Raises ConfigError or DataError for anything that could not work.
+    Raises ConfigError for what would play or learn something other than what was asked for.
     """
 
     respond_timeout_s: float = 120.0
@@ -95,7 +96,7 @@ class BaseMDPEnv(Player):
         tokenizer: Any,
         reward_functions: Sequence[BaseRewardFunction],
         batch_size: int = 1,
-        group_size: int = 1,
+        group_size: Count = 1,
         max_steps: Count = 1,
         tool_schemas: Sequence[Mapping[str, Any]] | None = None,
         rank: int = 0,
@@ -116,7 +117,8 @@ class BaseMDPEnv(Player):
         self.seed = seed
         self.shuffle_dataset = shuffle_dataset
         self.reward_transform_fn = reward_transform_fn
-        self._check()
+        for fault in chain(self._faults(), self._faults_of_roles(), self._faults_of_rewards()):
+            raise ConfigError(f"{type(self).__name__}: {fault}")
 
     @property
     def policy_roles(self) -> tuple[str, ...]:
@@ -201,78 +203,52 @@ class BaseMDPEnv(Player):
         for reward_function in self.reward_functions:
             reward_function.close()
 
-    def _check(self) -> None:
-        where = type(self).__name__
-        for name in ("batch_size", "group_size", "max_steps", "world_size"):
-            number = getattr(self, name)
-            if not isinstance(number, int) or number < 1:
-                raise ConfigError(
-                    f"{where}: {name}={number!r} is not accepted. Accepted: a whole number, at least 1."
-                )
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"{where}: rank={self.rank} is not accepted: 0 to {self.world_size - 1}.")
-        if len(self.dataset) == 0:
-            raise DataError(f"{where}: the dataset is empty.")
-        row = self.dataset[0]
-        columns = [column for column in ("role", "transcript") if column in row and any(self.roles)]
-        if columns:
-            raise DataError(
-                f"{where}: rewards receive the role and the transcript, so rename the columns {columns}."
-            )
-        missing = [column for column in ("messages", "ground_truth") if column not in row]
-        if missing:
-            raise DataError(f"{where}: the dataset has no column {missing}; it has {sorted(row)}.")
+    def _faults(self) -> Iterator[str]:
+        """Yield what would make a run play or learn something other than what was asked for."""
+        row = next(iter(self.dataset), None)
+        if row is None:
+            yield "the dataset is empty."
+        elif missing := [column for column in ("messages", "ground_truth") if column not in row]:
+            yield f"the dataset has no column {missing}; it has {sorted(row)}."
+        elif any(self.roles) and (overwritten := sorted({"role", "transcript"} & set(row))):
+            yield f"rewards receive the role and the transcript, so rename the columns {overwritten}."
+        for name in ("group_size", "max_steps"):
+            if not fits(getattr(self, name), Count):
+                yield refusal(name, getattr(self, name), Count)
         if self.max_steps > 1 and not self._has_code_outside("rl4llm.core."):
-            raise ConfigError(
-                f"{where}: max_steps={self.max_steps} has no effect, since {where} has no method `respond`: each episode "
-                "ends after one turn. Next: write respond(self, sample), or remove max_steps."
-            )
-        self._check_roles(where)
-        self._check_rewards(where)
+            where = type(self).__name__
+            yield f"max_steps={self.max_steps} has no effect, since {where} has no method `respond`. Remove max_steps."
 
-    def _check_roles(self, where: str) -> None:
-        for role in self.roles if self.roles != ("",) else ():
-            if not re.fullmatch(r"[a-zA-Z0-9_\-]+", str(role)):
-                raise ConfigError(
-                    f"{where}: role {role!r} is not accepted. Accepted: letters, digits, '_' and '-'."
-                )
-        if not self.roles or len(set(self.roles)) < len(self.roles):
-            raise ConfigError(
-                f"{where}: roles={list(self.roles)} is not accepted. Accepted: one role or more, all different."
-            )
+    def _faults_of_roles(self) -> Iterator[str]:
+        named = not any(self.roles) or all(re.fullmatch(r"[a-zA-Z0-9_\-]+", role) for role in self.roles)
+        if not named or not self.roles or len(set(self.roles)) < len(self.roles):
+            yield f"roles={list(self.roles)} is not accepted. Accepted: different names of letters, digits, '_' and '-'."
         for key in ("frozen", "opponents"):
-            for role in getattr(self, key):
-                if role not in self.roles:
-                    raise ConfigError(unknown(f"env.{key}", str(role), self.roles))
+            yield from (
+                unknown(f"env.{key}", role, self.roles)
+                for role in getattr(self, key)
+                if role not in self.roles
+            )
         if not self.trained_roles:
-            played = f"env.frozen={list(self.frozen)}, env.opponents for {list(self.opponents)}"
-            raise ConfigError(
-                f"{where}: no role would learn ({played}). Remove one of {', '.join(self.roles)} from them."
-            )
+            yield "no role would learn. Remove one from env.frozen or env.opponents."
 
-    def _check_rewards(self, where: str) -> None:
-        if wrong := [item for item in self.reward_functions if not isinstance(item, BaseRewardFunction)]:
-            raise ConfigError(
-                f"{where}: {wrong[0]!r:.99} is not a reward. Next: rl4llm.rewards.as_reward_function(it)."
-            )
-        names = [reward.name for reward in self.reward_functions]
-        if not names and not self._has_code_outside("rl4llm.core.", "rl4llm.envs."):
-            raise ConfigError(
-                f"{where}: no reward is set, and this environment rewards no turns. Set rewards, for example "
-                "rewards=[math], or pass reward_functions."
-            )
+    def _faults_of_rewards(self) -> Iterator[str]:
+        rewards = self.reward_functions
+        yield from (
+            f"{item!r:.99} is not a reward. Next: rl4llm.rewards.as_reward_function(it)."
+            for item in rewards
+            if not isinstance(item, BaseRewardFunction)
+        )
+        if not rewards and not self._has_code_outside("rl4llm.core.", "rl4llm.envs."):
+            yield "no reward is set, and this environment rewards no turns. Set rewards, for example rewards=[math]."
+        names = [reward.name for reward in rewards]
         if len(set(names)) < len(names):
-            raise ConfigError(f"{where}: the names of rewards must differ, but they are {names}.")
-        judges = [reward.name for reward in self.reward_functions if _needs_roles(reward)]
-        if judges and not any(self.roles):
-            raise ConfigError(
-                f"{where}: reward {judges[0]!r} judges several roles, but this environment has one. Choose another reward."
-            )
-        terminal = [reward.name for reward in self.reward_functions if not reward.per_turn]
+            yield f"the names of rewards must differ, but they are {names}."
+        if not any(self.roles) and any(map(_needs_roles, rewards)):
+            yield f"a reward among {names} judges several roles, but this environment has one."
+        terminal = [reward.name for reward in rewards if not reward.per_turn]
         if len(terminal) > 1 and self.reward_transform_fn is None:
-            raise ConfigError(
-                f"{where}: {len(terminal)} rewards ({', '.join(terminal)}) require a reward_transform_fn."
-            )
+            yield f"{len(terminal)} rewards ({', '.join(terminal)}) require a reward_transform_fn."
 
     def _has_code_outside(self, *packages: str) -> bool:
         """Return whether the class has code of an episode that is not of these packages."""

@@ -1,33 +1,4 @@
-"""The errors rl4llm raises on purpose.
-
-    RL4LLMError
-    ├── ConfigError        a key, value or combination in the configuration
-    ├── DataError          a file, row or column of a dataset
-    │   └── SpecialTokenError      a text contains a special token, which the configuration refuses
-    ├── TemplateError      a chat template that cannot be extended token for token
-    ├── ModelError         a model or tokenizer that cannot be used
-    ├── EnvError           an environment broke its contract
-    │   ├── TooManyFailuresError   too large a share of a rollout's episodes failed
-    │   └── HostsDownError         no environment server is reachable; the run stops and can be resumed
-    ├── RewardError        a reward function broke its contract
-    ├── AlgorithmError     an algorithm broke its contract
-    ├── SandboxError       no permitted sandbox can be started
-    ├── EngineError        an inference engine failed or was asked something impossible
-    │   ├── StaleWeightsError   an engine does not hold the weights that it should
-    │   ├── MismatchError       an engine's log-probs are too far from the trainer's
-    │   ├── UnreachableError    a server gave no usable answer; a retry may succeed
-    │   ├── RefusedError        a server understood a request and refused it
-    │   ├── UnreadableError     a server cannot read the tokens of a prompt; the episode ends there
-    │   └── EnginesDownError    no server is reachable; the run stops and can be resumed
-    ├── WeightsError       a version of the weights is damaged, incomplete or not finite
-    ├── CheckpointError    a checkpoint is damaged or belongs to another run
-    ├── DivergedError      training broke the policy
-    │   └── NotFiniteError      losses or gradients were NaN or infinite several times in a row
-    ├── RanksError         a process that trains with others lost them
-    └── RunDirError        the output directory cannot be used
-
-Each message names where, what was given, what is accepted and the next step.
-"""
+"""The errors rl4llm raises on purpose; each message names where, what was given, and what is accepted or the next step."""
 
 from __future__ import annotations
 

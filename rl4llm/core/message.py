@@ -113,32 +113,23 @@ class ChatMessage:
             raise DataError(f"ChatMessage.role={self.role!r} is not accepted. Accepted: {', '.join(ROLES)}.")
         if not isinstance(self.content, str):
             raise DataError(f"ChatMessage.content must be a string, not {type(self.content).__name__}.")
-        if self.parts:
-            self._check_parts()
+        if _joined(self.parts) != self.content and self.parts:
+            raise DataError(
+                "ChatMessage.content must be the texts of its parts. Use ChatMessage.showing(...)."
+            )
+        if self.parts and self.role == "assistant":
+            raise DataError("a message of the assistant has an image, and the policy writes text alone.")
 
     @classmethod
     def showing(cls, role: str, *parts: Part, **fields: Any) -> ChatMessage:
         """Return a message with pictures: ``ChatMessage.showing("user", "What colour is this?", picture)``."""
-        seen = any(isinstance(part, Picture) for part in parts)
-        return cls(role, _joined(parts), parts=parts if seen else (), **fields)
+        texts = all(isinstance(part, str) for part in parts)
+        return cls(role, _joined(parts), parts=() if texts else parts, **fields)
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
         """The pictures of the message, in order."""
         return tuple(part for part in self.parts if isinstance(part, Picture))
-
-    def _check_parts(self) -> None:
-        if strange := [part for part in self.parts if not isinstance(part, str | Picture)]:
-            raise DataError(
-                f"a part of a message cannot be a {type(strange[0]).__name__}: {strange[0]!r:.60}. Accepted: texts, and "
-                "pictures, which rl4llm.data.images.read_picture makes."
-            )
-        if _joined(self.parts) != self.content:
-            raise DataError(
-                "ChatMessage.content must be the texts of its parts. Use ChatMessage.showing(...)."
-            )
-        if self.role == "assistant":
-            raise DataError("a message of the assistant has an image, and the policy writes text alone.")
 
     @property
     def is_empty(self) -> bool:
@@ -179,18 +170,16 @@ class ChatMessage:
         given = {key: value for key, value in row.items() if _is_given(value)}
         _check_keys(given)
         role = _one_of(given, ("role", "from"), lambda _, value: _ROLE_NAMES.get(str(value), str(value)))
-        said = _one_of(given, ("content", "value"), lambda _, value: value)
-        said = row.get("content", row.get("value")) if said is None else said
+        body = _one_of(given, ("content", "value"), lambda _, value: value)
+        body = row.get("content", row.get("value")) if body is None else body
         if role in ("function_call", "tool_call"):  # a message that is nothing but a call, as JSON text
-            role, said, given = "assistant", None, {**given, "function_call": said}
+            role, body, given = "assistant", None, {**given, "function_call": body}
         calls = _calls_of(given, role)
-        reasoning = _one_of(given, THOUGHTS, _text) or ""
-        stored = given.get("parts")
-        parts = tuple(_parts(*(("content", said) if stored is None else ("parts", stored)), picture))
-        content = _joined(parts) if said is not None or parts else "" if calls or reasoning else None
-        missing = [key for key, value in (("role", role), ("content", content)) if value is None]
-        if missing:
-            raise DataError(f"the message has no {' and no '.join(missing)}: {dict(row)!r:.200}.")
+        reasoning = _one_of(given, THOUGHTS, lambda key, value: _joined(_parts(key, value, None))) or ""
+        parts = tuple(_parts("content", given.get("parts", body), picture))
+        content = _joined(parts) if body is not None or parts else "" if calls or reasoning else None
+        if content is None:
+            raise DataError(f"the message has no content: {dict(row)!r:.200}.")
         if reasoning and role != "assistant":
             raise DataError(
                 f"the message has a thought, but its role is {role!r}. Only the assistant thinks."
@@ -213,37 +202,30 @@ def read_arguments(value: Any, where: str = "arguments") -> dict[str, Any]:
 
     Raises DataError for anything else; `where` names it.
     """
-    found = value
     if value is None or value == "":
         return {}
-    if isinstance(value, str):
-        found = read_json(value, where)
-    if isinstance(found, list | tuple):
-        found = _of_pairs(found)
-    if not isinstance(found, Mapping):
+    items = read_json(value, where) if isinstance(value, str) else value
+    items = _of_pairs(items) if isinstance(items, list | tuple) else items
+    if not isinstance(items, Mapping):
         raise DataError(f"{where}={value!r:.100} is not accepted. Accepted: an object, or its JSON text.")
-    return dict(found)
+    return dict(items)
 
 
 def read_json(text: str, where: str) -> Any:
     """Return what a JSON text holds; raise DataError, with `where` it is, for other texts and objects with equal keys."""
     try:
         return json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        line = "" if error.lineno == 1 else f":{error.lineno}"
-        raise DataError(
-            f"{where}{line}: not valid JSON at column {error.colno}: {error.msg}: {text[:60]!r}"
-        ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not readable as JSON: {error}.") from error
+        raise DataError(f"{where}: not valid JSON: {error}: {text[:60]!r}") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise ValueError(f"an object has the key {twice!r} twice. Rename or remove one of them")
-    return made
+    row: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in row:
+            raise ValueError(f"an object has the key {key!r} twice")
+        row[key] = value
+    return row
 
 
 def is_media(value: Any) -> bool:
@@ -273,23 +255,11 @@ def _is_given(value: Any) -> bool:
 def _check_keys(given: Mapping[str, Any]) -> None:
     if media := [key for key in MEDIA if key in given]:
         raise DataError(f"the message has {media[0]!r}, {UNSEEN}")
-    if "mask" in given:
+    if unread := sorted(map(str, given.keys() - _READ - METADATA)):
         raise DataError(
-            "the message's key 'mask' is not read: in some projects 1 means learned, in others hidden. Next step: write "
-            "'weight': 0 for a message that is not learned."
+            f"the message's keys {', '.join(map(repr, unread))} are not known. Accepted: {', '.join(sorted(_READ))}, and "
+            "metadata such as id and name, which no model reads."
         )
-    strange = sorted(map(str, given.keys() - _READ - METADATA))
-    if strange:
-        raise DataError(
-            f"the message's keys {', '.join(map(repr, strange))} are not known. Accepted: role, content (or from, value), "
-            f"tool_calls, tool_call_id, function_call, {', '.join((*THOUGHTS, *FLAGS))}, and metadata such as id and name, "
-            "which no model reads. Next step: rename or remove the keys."
-        )
-
-
-def _text(key: str, value: Any) -> str:
-    """Return a text, or text parts as one."""
-    return _joined(_parts(key, value, None))
 
 
 def _joined(parts: Sequence[Part]) -> str:
@@ -301,9 +271,7 @@ def _parts(key: str, value: Any, picture: ReadPicture | None) -> list[Part]:
     if value is None or isinstance(value, str):
         return [value] if value else []
     if not isinstance(value, list | tuple):
-        raise DataError(
-            f"{key} must be a string or a list of text parts, not {type(value).__name__}: {value!r:.60}."
-        )
+        raise DataError(f"{key} must be a string or a list of parts, not {value!r:.60}.")
     return [_part(key, part, picture) for part in value]
 
 
@@ -317,30 +285,21 @@ def _part(key: str, part: Any, picture: ReadPicture | None) -> Part:
     if kind in _IMAGE_PARTS and picture is not None:
         stored = (part.get(name) for name in ("image_url", "image", "url", "path", "bytes", "base64"))
         return picture(next((value for value in stored if value is not None), None))
-    if any(name in str(kind) for name in ("image", "video", "audio", "file")):
-        raise DataError(f"{key} has a part of type {kind!r}, {UNSEEN}")
-    raise DataError(
-        f"{key} has a part of type {kind!r}: {part!r:.60}. Accepted: parts {{'type': 'text', 'text': ...}}."
-    )
+    raise DataError(f"{key} has a part of type {kind!r}: {part!r:.60}, {UNSEEN}")
 
 
 def _one_of(given: Mapping[str, Any], keys: tuple[str, ...], read: Any) -> Any:
     """Return what keys of one meaning say, or None; raise DataError if they disagree."""
-    found = {key: read(key, given[key]) for key in keys if key in given}
-    if any(value != other for value, other in pairwise(found.values())):
-        raise DataError(
-            f"the message's keys {' and '.join(found)} mean the same, but differ. Keep one of them."
-        )
-    return next(iter(found.values()), None)
+    values = {key: read(key, given[key]) for key in keys if key in given}
+    if any(value != next_value for value, next_value in pairwise(values.values())):
+        raise DataError(f"the message's keys {' and '.join(values)} mean the same, but differ. Keep one.")
+    return next(iter(values.values()), None)
 
 
 def _flag(key: str, value: Any) -> bool:
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    raise DataError(
-        f"{key}={value!r:.60} is not accepted. Accepted: 0 or false for a message that is not learned, 1 or true for one "
-        "that is. Fractions are not supported."
-    )
+    raise DataError(f"{key}={value!r:.60} is not accepted. Accepted: 0 (the message is not learned) or 1.")
 
 
 def _calls_of(given: Mapping[str, Any], role: Any) -> tuple[Mapping[str, Any], ...]:
@@ -349,9 +308,7 @@ def _calls_of(given: Mapping[str, Any], role: Any) -> tuple[Mapping[str, Any], .
     if stored is None and older is None:
         return ()
     if role not in ("assistant", "tool"):
-        raise DataError(
-            f"the message has calls of tools, but its role is {role!r}. Only the assistant calls tools."
-        )
+        raise DataError(f"the message has calls, but its role is {role!r}. Only the assistant calls tools.")
     if isinstance(stored, str):
         stored = read_json(stored, "tool_calls")
     if not isinstance(stored, list | tuple | None):
@@ -371,22 +328,23 @@ def _call(call: Any) -> dict[str, Any]:
     function = call["function"] if whole else call
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"tool_calls has an item that is not a call with a name: {call!r:.100}.")
-    made = {key: value for key, value in function.items() if value is not None}
-    elsewhere = {"arguments": call.get("arguments") if whole else None} | {
-        key: made.get(key) for key in _ARGUMENTS
-    }
-    if not _is_given(made.get("arguments")) and (
-        named := [key for key in elsewhere if _is_given(elsewhere[key])]
-    ):
+    fields = {key: value for key, value in function.items() if value is not None}
+    misplaced = {key: fields.get(key) for key in _ARGUMENTS} | (
+        {"arguments": call.get("arguments")} if whole else {}
+    )
+    if not _is_given(fields.get("arguments")) and any(map(_is_given, misplaced.values())):
         raise DataError(
-            f"a call of {made['name']!r} has its arguments in the wrong place, {named[0]!r}. Accepted: 'arguments' beside "
-            "'name'. Next step: rename or move the key."
+            f"a call of {fields['name']!r} has its arguments in the wrong place: {call!r:.100}. Accepted: 'arguments' "
+            "beside 'name'."
         )
-    made["arguments"] = read_arguments(made.get("arguments"), f"the arguments of a call of {made['name']!r}")
+    where = f"the arguments of a call of {fields['name']!r}"
+    fields["arguments"] = read_arguments(fields.get("arguments"), where)
     if whole:
-        return {key: made if key == "function" else value for key, value in call.items() if value is not None}
-    beside = {key: made.pop(key) for key in ("id", "type") if key in made}
-    return {"type": "function"} | beside | {"function": made}
+        return {
+            key: fields if key == "function" else value for key, value in call.items() if value is not None
+        }
+    beside = {key: fields.pop(key) for key in ("id", "type") if key in fields}
+    return {"type": "function"} | beside | {"function": fields}
 
 
 def _of_pairs(items: Any) -> Any:

@@ -14,15 +14,11 @@ import ast
 import gc
 import importlib
 import importlib.metadata
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from importlib.util import find_spec
 from opcode import opmap
 from pathlib import Path
-from pkgutil import iter_modules
-from types import FrameType
 from typing import Any, Generic, TypeVar, cast, overload
 
 from rl4llm.core.errors import ConfigError, did_you_mean, unknown
@@ -88,41 +84,26 @@ class Registry(Generic[T]):
     def _add(self, item: Item, name: str | None) -> Item:
         if name is None:
             name = str(item.__name__)  # type: ignore[attr-defined]  # which Python says that others lack
-        known = self._items.get(name)
-        if known is not None and known is not item and known != _path(item) and not _again(known, item):
-            raise ConfigError(f"{self.where}={name!r} is already registered as {self._items[name]!r}.")
+        entry = self._items.get(name)
+        if entry is not None and entry is not item and entry != _path(item) and not _again(entry, item):
+            raise ConfigError(f"{self.where}={name!r} is already registered as {entry!r}.")
         self._items[name] = cast(T, item)  # what is decorated keeps its own type for whoever calls it
         return item
 
     def __getitem__(self, name: str) -> T:
-        if name not in self._items:
-            self._add_provided()
-        if name not in self._items and ":" in name:
+        if name in self:
+            item = self._items[name]
+            if isinstance(item, str):
+                item = self._items[name] = self._checked(name, load(item))
+            return item
+        if ":" in name:
             accepted = f"a registered name ({', '.join(self)}) or 'package.module:Class'"
             return self._checked(name, imported(self.where, name, accepted))
-        if name not in self._items and name in self.extras:
-            raise ConfigError(
-                f"{self.where}={name!r} needs a package that is not installed. "
-                f"Next, in a checkout of rl4llm: pip install ./extras/{self.extras[name]}"
-            )
-        if name not in self._items:
-            raise ConfigError(
-                f"{unknown(self.where, name, self._items)} For a custom one, use 'package.module:Name'."
-            )
-        item = self._items[name]
-        if not isinstance(item, str):
-            return item
-        try:
-            found = load(item)
-        except (ImportError, AttributeError) as error:
-            if item.startswith("rl4llm."):
-                raise
-            raise ConfigError(
-                f"{self.where}={name!r} is {item} of an installed package, which cannot be imported: {error}. "
-                "Next: repair that package, or uninstall it."
-            ) from error
-        loaded = self._items[name] = self._checked(name, found)
-        return loaded
+        problem = f"{unknown(self.where, name, self._items)} For a custom one, use 'package.module:Name'."
+        if name in self.extras:
+            install = f"Next, in a checkout of rl4llm: pip install ./extras/{self.extras[name]}"
+            problem = f"{self.where}={name!r} is in a package that is not installed. {install}"
+        raise ConfigError(problem)
 
     def _checked(self, name: str, item: Any) -> T:
         base = load(self.base) if self.base else object
@@ -155,16 +136,16 @@ class Registry(Generic[T]):
     def name_of(self, item: T) -> str:
         """Return the name of an item in a configuration."""
         path = _path(item)
-        return next((name for name, known in self._items.items() if known is item or known == path), path)
+        return next((name for name, entry in self._items.items() if entry in (item, path)), path)
 
 
 def load(path: str) -> Any:
     """Import the ``module:attribute`` of a table."""
     module, _, attribute = path.partition(":")
-    found: Any = (importlib.import_module if module in sys.modules else _import_uncollected)(module)
+    item: Any = (importlib.import_module if module in sys.modules else _import_uncollected)(module)
     for name in attribute.split(".") if attribute else ():
-        found = getattr(found, name)
-    return found
+        item = getattr(item, name)
+    return item
 
 
 def needed(package: str, what: str, extra: str = "") -> Any:
@@ -172,9 +153,8 @@ def needed(package: str, what: str, extra: str = "") -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ConfigError(
-            f"{what} needs the package {package}: pip install 'rl4llm[{extra or package}]'."
-        ) from error
+        install = f"pip install 'rl4llm[{extra or package}]'"
+        raise ConfigError(f"{what} needs the package {package}: {install}.") from error
 
 
 def _import_uncollected(module: str) -> Any:
@@ -211,9 +191,8 @@ def manifests() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
 
 def read_manifest(file: Path) -> Mapping[str, Mapping[str, str]]:
     """Return the PROVIDES of a manifest, a literal."""
-    found: Mapping[str, Mapping[str, str]]
-    found = ast.literal_eval(file.read_text(encoding="utf-8").partition("\nPROVIDES = ")[2])
-    return found
+    text = file.read_text(encoding="utf-8").partition("\nPROVIDES = ")[2]
+    return cast("Mapping[str, Mapping[str, str]]", ast.literal_eval(text))
 
 
 def from_extension(name: str, what: str) -> Any:
@@ -222,9 +201,7 @@ def from_extension(name: str, what: str) -> Any:
     Raises ConfigError if no extension provides it.
     """
     if (path := provided(PARTS).get(name)) is None:
-        raise ConfigError(
-            f"{what} needs an extension of rl4llm that provides {name!r}, and none does. Next: install rl4llm again."
-        )
+        raise ConfigError(f"{what} needs an extension of rl4llm that provides {name!r}, and none does.")
     return load(path)
 
 
@@ -234,33 +211,29 @@ def elsewhere(kind: str, name: str) -> str:
     `kind` is "key" for configuration keys and "name" for what Python imports.
     """
     path = provided(PARTS).get(f"answer_{kind}")
-    said: str = load(path)(name) if path else ""
-    return said
+    return str(load(path)(name)) if path else ""
 
 
 def lazy(module: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
     """Return ``__getattr__`` and ``__all__`` of a package that imports its names on first use.
 
-    The stub beside its `file` has the names and their modules; a package without a stub has no names.
-
-    A name that is unknown, or needs a missing package, raises AttributeError; ``from package import name``, which would hide
-    its message, raises ImportError with the same one.
+    The stub beside its `file` has the names and their modules; a package without a stub has no names. Of a name that another
+    project has, the error says where it is here.
     """
 
     homes = stubbed(Path(file).with_suffix(".pyi"))
 
     def attribute(name: str) -> Any:
-        known = name in homes or name.startswith("_")
-        said = "" if known or not (other := elsewhere("name", name)) else f"The name is {other}"
-        missing: Exception | None = None
         if name in homes:
-            try:
-                return load(f"{homes[name]}:{name}")
-            except ImportError as error:
-                said, missing = f"{name} cannot be imported: {error}", error
-        if said and _is_import(sys._getframe(1)):
-            raise ImportError(f"cannot import name {name!r} from {module!r}. {said}") from missing
-        raise AttributeError(f"module {module!r} has no attribute {name!r}. {said}".rstrip()) from missing
+            return load(f"{homes[name]}:{name}")
+        problem = f"module {module!r} has no attribute {name!r}."
+        answer = "" if name.startswith("_") else elsewhere("name", name)
+        if not answer:
+            raise AttributeError(problem)
+        # `from module import name` would replace the message of an AttributeError
+        frame = sys._getframe(1)
+        importing = frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
+        raise (ImportError if importing else AttributeError)(f"{problem} The name is {answer}")
 
     return attribute, list(homes)
 
@@ -276,37 +249,19 @@ def stubbed(stub: Path) -> dict[str, str]:
     }
 
 
-def _is_import(frame: FrameType) -> bool:
-    """Return whether a frame is at the instruction of ``from module import name``."""
-    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
-
-
 def imported(where: str, name: str, accepted: str = "'package.module:function'") -> Any:
     """Import ``package.module:attribute``; raise ConfigError, which lists what is `accepted`, if that fails."""
-    module_name, colon, attribute = name.partition(":")
-    known: list[str] = []
+    module_name, _, attribute = name.partition(":")
+    names: list[str] = []
     try:
-        if not colon:
-            raise ImportError("there is no ':' in it")
-        known = dir(module := importlib.import_module(module_name))
+        names = dir(module := importlib.import_module(module_name))
         return getattr(module, attribute)
-    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError, NameError) as error:
-        near = did_you_mean(attribute, known) if known else _close_module(module_name, error)
+    except (ImportError, AttributeError, ValueError, SyntaxError, NameError) as error:
+        near = did_you_mean(attribute, names)
         raise ConfigError(
             f"{where}={name!r} cannot be imported: {error}.{near} Accepted: {accepted}, "
             "found from the directory that the command is run in, or on PYTHONPATH."
         ) from error
-
-
-def _close_module(module: str, error: Exception) -> str:
-    """Return the module that was meant as a sentence; "" for an error within a module that is there."""
-    missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-    if not missing or not f"{module}.".startswith(f"{missing}."):
-        return ""
-    package = missing.rpartition(".")[0]
-    spec = find_spec(package) if package else None
-    places = spec.submodule_search_locations or [] if spec else [os.getcwd()]
-    return did_you_mean(missing, [f"{package}.{found.name}".lstrip(".") for found in iter_modules(places)])
 
 
 def import_name(item: object) -> str | None:
@@ -315,14 +270,10 @@ def import_name(item: object) -> str | None:
     return f"{module}:{name}" if name and getattr(sys.modules.get(module or ""), name, None) is item else None
 
 
-def _again(known: object, item: object) -> bool:
-    """Return whether a prompt or a notebook's cell, which belong to no file, defines the known item again."""
-    session = sys.modules["__main__"]
-    return (
-        getattr(item, "__module__", "") == session.__name__ == "__main__"
-        and getattr(session, "__file__", None) is None
-        and _path(item) == _path(known)
-    )
+def _again(entry: object, item: object) -> bool:
+    """Return whether a prompt or a notebook's cell, which belong to no file, defines an item again."""
+    in_file = getattr(sys.modules["__main__"], "__file__", None) is not None
+    return not in_file and getattr(item, "__module__", "") == "__main__" and _path(item) == _path(entry)
 
 
 def _path(item: object) -> str:

