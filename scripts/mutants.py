@@ -259,7 +259,7 @@ RUNTIME = _of(
     ("host_of_a_website", "rebinding.py", "        raise web.HTTPForbidden(", "        web.HTTPForbidden(",
      "servers/test_embedded.py::test_websites_cannot_send_requests"),
     ("team_of_a_waiting_thread", "runner.py", "                end_openmp_threads()\n", "", f"../runtime/{TEAM}"),
-    ("sharding_of_accelerate", "ranks.py", "if (sharded or precise) and", "if False and",
+    ("sharding_of_accelerate", "ranks.py", "if (sharded or environ", "if (sharded and environ",
      "../test_launchers.py::test_what_accelerate_asks_for_in_vain_is_logged"),
     ("last_commit", "../extensions/launch/modal_app.py", "        _tried(step, reason)\n", "        pass\n",
      "launch/test_modal.py::test_modal_trainer_saves_before_the_last_commit"),

@@ -15,11 +15,11 @@ from rl4llm.config import Config
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BaseClient, BasePublisher
 from rl4llm.core.errors import ConfigError, EngineError, RL4LLMError
-from rl4llm.core.registry import from_extension, load
+from rl4llm.core.registry import from_extension
 from rl4llm.core.schema import check_options, with_options
 from rl4llm.core.tables import ENGINES, PUBLISHERS
 from rl4llm.runs.run_dir import RunDir
-from rl4llm.sync.verify import Canary
+from rl4llm.sync.verify import Canary, CanaryImage
 from rl4llm.tracking.run import RunTracker
 
 
@@ -103,7 +103,7 @@ def build_publisher(
 def build_canary(setup: Setup, client: BaseClient) -> Canary:
     """Make the check that engines hold the trainer's weights, as exact as the trainer's dtype allows."""
     vision = vision_of(setup.config)
-    image = load("rl4llm.sync.canary_image:CanaryImage")(vision) if vision else None
+    image = CanaryImage(vision) if vision else None
     exact = setup.config.sync.tolerance or 0.0
     return Canary(client.vocab_size, dtype=setup.machine.computed, tolerance=exact, image=image)
 

@@ -25,7 +25,7 @@ from rl4llm.data.template import decode
 from rl4llm.envs.tools import ToolError, ToolSet, as_toolset, homes
 from rl4llm.envs.tools.arguments import objection
 from rl4llm.envs.tools.formats import FORMATS, CallFormat, ToolCall, call_format, stray_calls
-from rl4llm.envs.tools.opened import OpenedSet, tried
+from rl4llm.envs.tools.tool import OpenedSet
 from rl4llm.runtime.raised import kind_and_line, raised
 from rl4llm.runtime.threads import LateError, within
 
@@ -189,14 +189,16 @@ class ToolMDPEnv(BaseMDPEnv):
 
     def close(self) -> None:
         """Release the tools and the rewards; logs a warning if a tool set cannot be closed."""
-        left = [closing for sample, _ in list(self._opened.values()) for closing in self.end_episode(sample)]
-        wait(left, GRACE_S)
-        for closing in [
-            *(one for one in left if one.done()),
-            *(tried(toolset.close) for toolset in self.toolsets),
-        ]:
-            if error := closing.exception():
-                logger.warning("%s", raised("closing the tools", error))
+        samples = [sample for sample, _ in self._opened.values()]
+        ended = wait([closing for sample in samples for closing in self.end_episode(sample)], GRACE_S).done
+        errors = [closing.exception() for closing in ended]
+        for toolset in self.toolsets:
+            try:
+                toolset.close()
+            except Exception as error:  # noqa: BLE001 - a tool's own code; the others are still closed
+                errors.append(error)
+        for fault in filter(None, errors):
+            logger.warning("%s", raised("closing the tools", fault))
         super().close()
 
     def _said(self, sample: SampleState) -> str:

@@ -26,7 +26,7 @@ import torch
 
 from rl4llm.core.errors import CheckpointError, RunDirError
 from rl4llm.runs import manifest
-from rl4llm.runs.run_dir import NO_SPACE, is_full, space, sync_directory, write_atomically
+from rl4llm.runs.run_dir import is_full, space, sync_directory, write_atomically
 from rl4llm.runtime.ranks import Ranks
 
 FINAL = re.compile(r"step-(\d{6,})(\.old-[0-9a-f]+)?")
@@ -111,7 +111,7 @@ def latest_checkpoint(root: Path, run_id: str | None = None) -> Checkpoint | Non
             state = _read_state(path)
             owner = state.get("run", run_id)
             if run_id in (None, owner):
-                return Checkpoint(path, _step(path), state, (*skipped, *_pointer_notes(root, path)))
+                return Checkpoint(path, _step(path), state, tuple(skipped))
             problem = f"it belongs to the run {owner}, but this run is {run_id}"
         skipped.append(f"{path.name}: {problem}")
     if candidates or (root / "latest").exists():
@@ -139,17 +139,6 @@ def unfinished_saves(root: Path) -> list[Path]:
     return sorted(path for path in _entries(root) if UNFINISHED.fullmatch(path.name))
 
 
-def _pointer_notes(root: Path, used: Path) -> tuple[str, ...]:
-    """Return a note if `latest` does not name the used checkpoint."""
-    try:
-        name = (root / "latest").read_text(errors="replace").strip()
-    except OSError as error:
-        return (f"latest: {error.strerror}; used {used.name}",)
-    if name == used.name:
-        return ()
-    return (f"latest: {f'names {name!r}' if name else 'is empty'}; used {used.name}",)
-
-
 def _prune(root: Path, newest: Path, keep: int) -> None:
     """Delete leftovers, what is older than `keep`, and later steps, which a resume from an older one has abandoned."""
     finals = sorted((path for path in _finals(root) if not path.suffix), key=_step)
@@ -164,18 +153,10 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
 
 
 def _failure(root: Path, step: int, num_bytes: int, error: BaseException) -> str:
-    usual = max((_size(path) for path in _finals(root)), default=0)
-    names = sorted(path.name for path in _finals(root))
-    mend = (
-        "free some space, or"
-        if is_full(error, NO_SPACE)
-        else "check the disk and the limits of this process, or"
-    )
+    names = ", ".join(sorted(path.name for path in _finals(root))) or "none"
     return (
         f"The checkpoint of step {step} could not be written to {root}: {str(error).rstrip('.')}."
-        f"{space(root, max(usual, num_bytes), error)} "
-        f"The earlier checkpoints are intact ({', '.join(names) or 'there are none'}). "
-        f"Next: {mend} save less often or keep fewer (checkpoint.every, checkpoint.keep)."
+        f"{space(root, num_bytes, error)} Intact checkpoints: {names}. Free some space, or keep fewer (checkpoint.keep)."
     )
 
 
@@ -186,10 +167,6 @@ def _final(directory: Path) -> Path:
 
 def _read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / "state.json").read_text())
-
-
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _entries(root: Path) -> Iterator[Path]:

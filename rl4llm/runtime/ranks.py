@@ -69,17 +69,14 @@ class Ranks:
 
     def agree(self, work: Callable[[], T], errors: tuple[type[Exception], ...], otherwise: Exception) -> T:
         """Return what `work` returns. One of these errors on any rank stops all: ranks without one raise `otherwise`."""
-        problem: Exception | None = None
         try:
-            found = work()
-        except errors as error:
-            problem = error
-        failed = self.largest(int(problem is not None))
-        if problem is not None:
-            raise problem
-        if failed:
+            result = work()
+        except errors:
+            self.largest(1)
+            raise
+        if self.largest(0):
             raise otherwise
-        return found
+        return result
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -159,54 +156,38 @@ class DistributedRanks(Ranks):
 def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ranks:
     """Join the processes that a launcher started, by its environment variables; without a launcher, return a single rank.
 
-    `timeout_s` is how long to wait for the others, in seconds. Raises ConfigError for variables that contradict each other,
-    and RanksError when the other ranks cannot be reached.
+    `timeout_s` is how long to wait for the others, in seconds. Raises RanksError when they cannot be reached.
     """
     if dist.is_initialized():
         return DistributedRanks() if dist.get_world_size() > 1 else Ranks()
     _warn_of_accelerate(environ)
-    size = environ.get("WORLD_SIZE", "1")
-    if not size.isdigit() or int(size) < 1:
-        raise ConfigError(
-            f"WORLD_SIZE={size!r} is not accepted. Accepted: 1 or above, as torchrun and deepspeed set it."
-        )
-    if int(size) == 1:
+    if int(environ.get("WORLD_SIZE", "1")) == 1:
         _check_alone(environ)
         return Ranks()
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE={size}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. Use torchrun, "
-            "deepspeed or accelerate launch, or unset WORLD_SIZE to train with one process."
-        )
     backend = "gloo"
     if torch.cuda.is_available():
-        if int(environ["LOCAL_RANK"]) >= (gpus := torch.cuda.device_count()):
-            raise ConfigError(
-                f"LOCAL_RANK={environ['LOCAL_RANK']} has no GPU, since {gpus} are visible here. Start at most {gpus} "
-                "processes on this machine, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
-            )
         torch.cuda.set_device(int(environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + LATER_S))
     except RuntimeError as error:
+        place = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
         raise RanksError(
-            f"Rank {environ['RANK']} of {size} could not connect to {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}: "
-            f"{str(error).strip().splitlines()[0]} Check that all ranks are running and can reach it. "
-            "On a machine with several networks, set GLOO_SOCKET_IFNAME to the interface, as `rl4llm launch` does."
+            f"Rank {environ['RANK']} of {environ['WORLD_SIZE']} could not connect to {place}: "
+            f"{str(error).strip().splitlines()[0]} Check that all ranks run and can reach it; with several networks, set "
+            "GLOO_SOCKET_IFNAME."
         ) from error
     return DistributedRanks()
 
 
 def _warn_of_accelerate(environ: Mapping[str, str]) -> None:
     """Warn that only the configuration decides about sharding and precision."""
-    sharded = {environ.get("ACCELERATE_USE_FSDP"), environ.get("ACCELERATE_USE_DEEPSPEED")} & {"true"}
-    precise = environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-    if (sharded or precise) and environ.get("RANK", "0") == "0":
+    sharded = "true" in (environ.get("ACCELERATE_USE_FSDP"), environ.get("ACCELERATE_USE_DEEPSPEED"))
+    if (sharded or environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no") and environ.get(
+        "RANK", "0"
+    ) == "0":
         logger.warning(
-            "The sharding and the precision that `accelerate launch` was given are ignored. Set backend.name, backend.shard "
-            "or backend.config, and model.autocast."
+            "Sharding and precision of `accelerate launch` are ignored. Set backend.* and model.autocast."
         )
 
 
@@ -214,8 +195,7 @@ def _check_alone(environ: Mapping[str, str]) -> None:
     """Refuse `accelerate launch --cpu`, which prepares for several processes but starts one, which would train alone."""
     if "WORLD_SIZE" not in environ and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= environ.keys():
         raise ConfigError(
-            "`accelerate launch --cpu` starts one process and ignores --num_processes. Use --multi_gpu instead of --cpu "
-            "(it needs no GPU), or remove --num_processes."
+            "`accelerate launch --cpu` starts one process. Use --multi_gpu instead, which needs no GPU."
         )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor
 from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import DivergedError, EngineError, MismatchError, StaleWeightsError, UnreachableError
+from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import SamplingParams, TokenSpan, TrainBatch, WeightRef
 from rl4llm.runtime.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from rl4llm.sync.canary_image import CanaryImage
+    from rl4llm.data.vision import Vision
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest accepted mean difference of log-probs (nats) by the dtype that the trainer computes in; the engine should use it
@@ -242,6 +244,49 @@ class Canary:
                 f"changed at all, while the trainer's moved by {moved:.3g} nats on average. Training stops; check how the "
                 "weights reach the engine."
             )
+
+
+class CanaryImage:
+    """Begins the last of the canary's sequences: a few tokens with an image of noise, the same in every run.
+
+    Attributes:
+        token_ids: how the sequence begins.
+        places: that of the image among them.
+    """
+
+    def __init__(self, vision: Vision):
+        self._vision = vision
+        self.token_ids, self.places = vision.probe()
+
+    def begun(self, token_ids_BT: Tensor) -> Tensor:
+        """Return the sequences; the last one begins with the image, and no other token is a placeholder.
+
+        Some servers take every placeholder for an image.
+        """
+        token_ids_BT[torch.isin(token_ids_BT, torch.tensor(self._vision.media))] = 0
+        token_ids_BT[-1, : len(self.token_ids)] = torch.tensor(self.token_ids)
+        return token_ids_BT
+
+    def images(self, row: int, rows: int) -> Sequence[ImagePlace]:
+        """Return the images of one of the sequences."""
+        return self.places if row == rows - 1 else ()
+
+    def compared(self, logprobs_BT: Tensor) -> Tensor:
+        """Return the log-probs of the tokens that follow what is given, (N,); those of image tokens mean nothing."""
+        compared_BT = torch.ones_like(logprobs_BT, dtype=torch.bool)
+        compared_BT[-1, : len(self.token_ids) - 1] = False
+        return logprobs_BT[compared_BT]
+
+    def shown(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch of the sequences with the image in the last."""
+        rows, length = batch.token_ids_BT.shape
+        feature_ids_BT = torch.full((rows, length), -1)
+        (place,) = self.places
+        feature_ids_BT[-1, place.offset : place.end] = torch.arange(place.length)
+        axes = [self._vision.positions(length, self.images(row, rows)) for row in range(rows)]
+        axes_BTA = torch.stack([torch.from_numpy(positions) for positions in axes])
+        several = axes_BTA if self._vision.axes > 1 else None
+        return replace(batch, feature_ids_BT=feature_ids_BT, images=(place.image,), axes_BTA=several)
 
 
 def token_mismatch(batch: TrainBatch, logprobs_BT: Tensor, newest_BT: Tensor | None = None) -> TokenMetrics:

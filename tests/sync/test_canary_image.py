@@ -14,8 +14,7 @@ from rl4llm.core.errors import StaleWeightsError
 from rl4llm.core.images import tower_of
 from rl4llm.core.types import WeightRef
 from rl4llm.inference.local import LocalClient
-from rl4llm.sync.canary_image import CanaryImage
-from rl4llm.sync.verify import Canary
+from rl4llm.sync.verify import Canary, CanaryImage
 
 REF = WeightRef(1)
 TEXT_SAMPLE = ("qwen3_vl", "gemma3")  # these tests are about the text

@@ -20,8 +20,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import StaleWeightsError, UnreadableError
 from rl4llm.extensions.servers.clients.images import UNNAMED
 from rl4llm.extensions.servers.launch import launch
-from rl4llm.sync.canary_image import CanaryImage
-from rl4llm.sync.verify import Canary
+from rl4llm.sync.verify import Canary, CanaryImage
 
 pytestmark = pytest.mark.sglang
 FAMILY = "qwen2_5_vl"

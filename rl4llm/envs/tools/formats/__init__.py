@@ -28,8 +28,18 @@ from rl4llm.core.message import after_thinking
 from rl4llm.core.registry import Registry
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.template import ChatTemplate, decode, opening
-from rl4llm.envs.tools.formats.calls import MAX_CALL_CHARS, CallFormat, ToolCall, as_call, not_a_call
-from rl4llm.envs.tools.formats.typed import typed
+from rl4llm.envs.tools.arguments import parts, unmet
+from rl4llm.envs.tools.formats.calls import (
+    MAX_CALL_CHARS,
+    CallFormat,
+    ToolCall,
+    Written,
+    as_call,
+    checked,
+    loaded,
+    not_a_call,
+)
+from rl4llm.envs.tools.formats.python import literal
 
 __all__ = [
     "FORMATS",
@@ -137,72 +147,55 @@ def stray_calls(text: str, tools: Iterable[str], form: CallFormat) -> list[ToolC
 
 def written_call(template: ChatTemplate, call: ToolCall = _PROBE) -> str:
     """Return the turn of a template that makes one call, without the generation prompt; "" if it writes no calls."""
-    return _written(template, call)[0]
-
-
-def _written(template: ChatTemplate, call: ToolCall) -> tuple[str, str]:
-    """Return the turn that makes a call, or "" and, if the template refuses to write it, its message."""
-    arguments, refusal = dict(call.arguments), ""
+    arguments = dict(call.arguments)
     for message, given in product((ChatMessage, _CallsAlone), (arguments, json.dumps(arguments))):
         row = {"type": "function", "id": "call00001", "function": {"name": call.name, "arguments": given}}
         for asked in (opening(system=False), opening(system=True)):
             try:
                 text = template.text([*asked, message("assistant", "", (row,))], prompt=False)
                 headers = [template.text(asked, prompt=prompt) for prompt in (True, False)]
-            except TemplateError as error:
-                refusal = refusal or (str(error) if message is ChatMessage else "")
+            except TemplateError:  # it may write the call in another form
                 continue
             turn = text.removeprefix(next((header for header in headers if text.startswith(header)), ""))
-            if all(
-                value in turn for value in arguments.values() if isinstance(value, str) and value.isalnum()
-            ):
-                return turn, ""
-    return "", refusal
+            words = [value for value in arguments.values() if isinstance(value, str) and value.isalnum()]
+            if all(word in turn for word in words):
+                return turn
+    return ""
 
 
 def _detected(template: ChatTemplate) -> str:
     """Return the name of the format in which a template writes calls."""
-    turn, refusal = _written(template, _PROBE)
+    turn = written_call(template)
     if not turn:
-        return _by_default(template, refusal)
-    said = decode(template.tokenizer, template.encode(turn))
-    with suppress(
-        TemplateError
-    ):  # the renderer tells that no token ends a turn; no model samples what is behind it
-        said = said.partition(template.end.token)[0]
-    said = max(said, after_thinking(said), key=lambda text: (_PROBE.name in text, -len(text)))
-    reading = [name for name in FORMATS if list(_bound(FORMATS[name], [_SCHEMA]).parse(said)) == [_PROBE]]
+        return _by_default(template)
+    turn = decode(template.tokenizer, template.encode(turn))
+    with suppress(TemplateError):  # the renderer reports a missing end; no model samples what is behind it
+        turn = turn.partition(template.end.token)[0]
+    turn = max(turn, after_thinking(turn), key=lambda text: (_PROBE.name in text, -len(text)))
+    reading = [name for name in FORMATS if list(_bound(FORMATS[name], [_SCHEMA]).parse(turn)) == [_PROBE]]
     if not reading:
-        shown = said[max(0, said.find(_PROBE.name) - 100) :][:400]
-        raise _refused(
-            template,
-            f"writes a call of {_PROBE.name} with {dict(_PROBE.arguments)} as {shown!r}, which no format reads back",
-        )
+        call = turn[max(0, turn.find(_PROBE.name) - 100) :][:400]
+        raise _refused(template, f"writes a call of {_PROBE.name} as {call!r}, which no format reads back")
 
     def likeness(name: str) -> tuple[int, int]:
-        begin = max((len(begin) for begin in FORMATS[name].begins if begin in said), default=0)
-        return begin, sum(word in said for word in re.findall(r"\w{4,}", FORMATS[name].example))
+        begin = max((len(begin) for begin in FORMATS[name].begins if begin in turn), default=0)
+        return begin, sum(word in turn for word in re.findall(r"\w{4,}", FORMATS[name].example))
 
     return max(reading, key=likeness)
 
 
-def _by_default(template: ChatTemplate, refusal: str) -> str:
+def _by_default(template: ChatTemplate) -> str:
     """Return hermes for a template that writes no calls; raise ConfigError if it seems to know another format."""
-    why = f" ({refusal})" if refusal else ""
     try:
         prompt = template.text(opening(system=False))
     except TemplateError:  # the renderer tells why no prompt can be rendered
         prompt = ""
     if template.tools and _PROBE.name in prompt:
-        raise _refused(
-            template, f"shows tools, but writes no calls{why}, so the format of the model's calls is unknown"
-        )
+        raise _refused(template, "shows tools, but writes no calls")
     source = template.tokenizer.get_chat_template(tools=template.tools)
-    known = [
-        name for name in FORMATS if any(mark in source for mark in FORMATS[name].begins if _MARK.match(mark))
-    ]
-    if known:
-        raise _refused(template, f"has marks of {', '.join(known)}, but writes no call of {_PROBE.name}{why}")
+    marks = {mark: name for name in FORMATS for mark in FORMATS[name].begins if _MARK.match(mark)}
+    if names := {marks[mark] for mark in marks if mark in source}:
+        raise _refused(template, f"has marks of {', '.join(sorted(names))}, but writes no calls")
     logger.warning(
         "env.format=auto: the chat template of %s writes no tool calls, so they are read as hermes: %s",
         template.name,
@@ -213,8 +206,8 @@ def _by_default(template: ChatTemplate, refusal: str) -> str:
 
 def _refused(template: ChatTemplate, reason: str) -> ConfigError:
     return ConfigError(
-        f"env.format=auto: the chat template of {template.name} {reason}. Accepted: {', '.join(FORMATS)}. Next step: set "
-        "env.format to the format that the model writes, give the tokenizer a `response_template`, or register a CallFormat."
+        f"env.format=auto: the chat template of {template.name} {reason}. Set env.format to the one that the model writes, "
+        f"or register a CallFormat: {', '.join(FORMATS)}."
     )
 
 
@@ -236,3 +229,31 @@ def _templated(tokenizer: Any, text: str) -> Iterator[ToolCall]:
         yield from [as_call(call) for call in calls]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         yield not_a_call(error)
+
+
+def typed(value: Any, schema: Any) -> Any:
+    """Return a value in which each `Written` text is the value that its schema asks for; by default, it stays a text.
+
+    A number such as 3.0 becomes 3 where the schema asks for an integer.
+    """
+    if isinstance(value, Written):
+        return _read(str(value), schema)
+    if isinstance(value, float) and value.is_integer() and unmet(value, schema):
+        return int(value) if unmet(int(value), schema) is None else value
+    inner = [typed(item, within) for item, within in parts(value, schema)]
+    if isinstance(value, dict):
+        return dict(zip(value, inner, strict=True))
+    return inner if isinstance(value, list) else value
+
+
+def _read(text: str, schema: Any) -> Any:
+    """Return the value that a text writes in JSON or Python, if the schema allows that value."""
+    for read in (loaded, literal):
+        try:
+            checked("", {"": (value := read(text))})
+        except (ValueError, SyntaxError):
+            continue
+        value = typed(value, schema)
+        if not isinstance(value, str) and unmet(value, schema) is None:
+            return value
+    return text
