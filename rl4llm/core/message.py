@@ -167,16 +167,16 @@ class ChatMessage:
         """
         if len(row) == 2 and row.get("role") in ROLES and type(row.get("content")) is str:
             return cls(row["role"], row["content"])
-        given = {key: value for key, value in row.items() if _is_given(value)}
-        _check_keys(given)
-        role = _one_of(given, ("role", "from"), lambda _, value: _ROLE_NAMES.get(str(value), str(value)))
-        body = _one_of(given, ("content", "value"), lambda _, value: value)
+        fields = {key: value for key, value in row.items() if _is_given(value)}
+        _check_keys(fields)
+        role = _one_of(fields, ("role", "from"), lambda _, value: _ROLE_NAMES.get(str(value), str(value)))
+        body = _one_of(fields, ("content", "value"), lambda _, value: value)
         body = row.get("content", row.get("value")) if body is None else body
         if role in ("function_call", "tool_call"):  # a message that is nothing but a call, as JSON text
-            role, body, given = "assistant", None, {**given, "function_call": body}
-        calls = _calls_of(given, role)
-        reasoning = _one_of(given, THOUGHTS, lambda key, value: _joined(_parts(key, value, None))) or ""
-        parts = tuple(_parts("content", given.get("parts", body), picture))
+            role, body, fields = "assistant", None, {**fields, "function_call": body}
+        calls = _calls_of(fields, role)
+        reasoning = _one_of(fields, THOUGHTS, lambda key, value: _joined(_parts(key, value, None))) or ""
+        parts = tuple(_parts("content", fields.get("parts", body), picture))
         content = _joined(parts) if body is not None or parts else "" if calls or reasoning else None
         if content is None:
             raise DataError(f"the message has no content: {dict(row)!r:.200}.")
@@ -184,8 +184,8 @@ class ChatMessage:
             raise DataError(
                 f"the message has a thought, but its role is {role!r}. Only the assistant thinks."
             )
-        learned = _one_of(given, FLAGS, _flag)
-        call_id = given.get("tool_call_id")
+        learned = _one_of(fields, FLAGS, _flag)
+        call_id = fields.get("tool_call_id")
         return cls(
             role,
             content or "",
@@ -359,8 +359,8 @@ def _of_pairs(items: Any) -> Any:
 def shortened(text: str, most: int, *, end: bool = False) -> str:
     """Return valid Unicode of at most `most` characters: the start of a longer text, or its `end`, with `CUT`."""
     if len(text) > most:
-        kept, mark = max(0, most - len(CUT)), CUT[:most]
-        text = mark + text[len(text) - kept :] if end else text[:kept] + mark
+        size, mark = max(0, most - len(CUT)), CUT[:most]
+        text = mark + text[len(text) - size :] if end else text[:size] + mark
     return text.encode(errors="replace").decode()
 
 
@@ -387,7 +387,7 @@ def thought_and_answer(text: str) -> tuple[str, str]:
             break
         start = begun.end() if begun else at
         ends = islice(re.compile(end).finditer(text, start), _MAX_QUOTED)
-        closed = next((found for found in ends if not _quoted(text, *found.span())), None)
+        closed = next((match for match in ends if not _quoted(text, *match.span())), None)
         if not closed and begun:
             return text[start:], ""
         if not closed:

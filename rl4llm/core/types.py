@@ -137,13 +137,13 @@ class TokenSpan:
 
 def images_of(spans: Sequence[TokenSpan]) -> tuple[ImagePlace, ...]:
     """Return the places of the images among all tokens of these spans together."""
-    found: list[ImagePlace] = []
+    places: list[ImagePlace] = []
     before = 0
     for span in spans:
         if span.images:
-            found += moved(span.images, before)
+            places += moved(span.images, before)
         before += len(span.token_ids)
-    return tuple(found)
+    return tuple(places)
 
 
 def count_turns(spans: Sequence[TokenSpan]) -> int:
@@ -326,15 +326,17 @@ class TrainBatch:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], images: tuple[Image, ...] = ()) -> TrainBatch:
         """Return a batch with these tensors, by name."""
-        own = {item.name for item in fields(cls)}
-        given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in own}
-        return cls(**given, later={name: tensors[name] for name in tensors if name not in own}, images=images)
+        names = {item.name for item in fields(cls)}
+        columns: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in names}
+        return cls(
+            **columns, later={name: tensors[name] for name in tensors if name not in names}, images=images
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are set, by name."""
         names = (item.name for item in fields(self) if item.name not in ("later", "host", "images"))
-        own = {name: getattr(self, name) for name in names}
-        return {name: tensor for name, tensor in (own | dict(self.later)).items() if tensor is not None}
+        columns = {name: getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in (columns | dict(self.later)).items() if tensor is not None}
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TrainBatch:
         """Return a batch with `fn` applied to every tensor."""

@@ -214,26 +214,26 @@ def _parts(content: Any, where: str, picture: Pictures | None) -> tuple[Part, ..
     """Return the texts and pictures of a content; without `picture` it has texts alone. Raises RequestError."""
     if content is None or isinstance(content, str):
         return (content,) if content else ()
-    found: list[Part] = []
+    parts: list[Part] = []
     for part in content if isinstance(content, list) else ():
         row = part if isinstance(part, dict) else {}
         if picture is not None and row.get("type") in tuple(IMAGES):
             check_keys(row, where, IMAGES[row["type"]])
-            found.append(picture(_address(row, where), where))
+            parts.append(picture(_address(row, where), where))
             continue
         check_keys(row, where, PART)
         if isinstance(row.get("text"), str):
-            found.append(row["text"])
-    if not isinstance(content, list) or len(found) < len(content):
+            parts.append(row["text"])
+    if not isinstance(content, list) or len(parts) < len(content):
         also = " and image" if picture else ""
         raise refused(where, f".content must be a string or a list of text{also} parts: {content!r:.100}.")
-    return tuple(found)
+    return tuple(parts)
 
 
 def _address(part: Mapping[str, Any], where: str) -> Any:
     """Return the address of an image, for base64 data a data URI. Raises RequestError for keys that are not read."""
-    given = part.get("source", part.get("image_url"))
-    source = given if isinstance(given, dict) else {"url": given, "detail": part.get("detail")}
+    field = part.get("source", part.get("image_url"))
+    source = field if isinstance(field, dict) else {"url": field, "detail": part.get("detail")}
     check_keys(source, where, ("type", "media_type", "data", "url", "detail"))
     if source.get("detail") not in (None, *DETAILS):
         raise refused(where, f".detail={source['detail']!r:.60} is not accepted: {', '.join(DETAILS)}.")
@@ -253,8 +253,8 @@ def check_end(messages: tuple[ChatMessage, ...], name: str) -> tuple[ChatMessage
 
 def _messages(rows: Any) -> tuple[ChatMessage, ...]:
     rows, picture = rows if isinstance(rows, list) else [], Pictures()
-    said = (read_message(row, f"messages[{number}]", picture) for number, row in enumerate(rows))
-    return check_end(tuple(said), "messages")
+    messages = (read_message(row, f"messages[{number}]", picture) for number, row in enumerate(rows))
+    return check_end(tuple(messages), "messages")
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -263,8 +263,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise refused(where, f".tool_calls must have functions with names: {call!r:.100}.")
     name, arguments = function["name"], function.get("arguments") or "{}"
     try:  # chat templates expect objects, and agents may format the same one differently
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-        arguments = read if isinstance(read, dict) else arguments
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = value if isinstance(value, dict) else arguments
     except (ValueError, RecursionError):
         pass
     return {

@@ -41,9 +41,9 @@ class Dialect:
         call_ids: Iterator[int],
     ) -> Answer:
         """Return the answer to a request, with the name in its id; `call_ids` has a number for each tool call."""
-        said, stop = _cut(decode(self.tokenizer, completion.token_ids), stops)
-        calls = self._calls(said)[: 1 if asked.one_call else None] if asked.may_call else []
-        text = self.calls.beside(said) if self.calls and calls else completion.text
+        turn, stop = _cut(decode(self.tokenizer, completion.token_ids), stops)
+        calls = self._calls(turn)[: 1 if asked.one_call else None] if asked.may_call else []
+        text = self.calls.beside(turn) if self.calls and calls else completion.text
         return Answer(
             id=name,
             model=asked.model,

@@ -46,7 +46,9 @@ class MixedRollout:
 
     def count_groups(self, rows: Sequence[int]) -> int:
         """Return the number of groups that the policy learns from in the episodes of `rows`."""
-        return sum(part.count_groups(own) for part, own in zip(self.parts, self._by_part(rows), strict=True))
+        return sum(
+            part.count_groups(share) for part, share in zip(self.parts, self._by_part(rows), strict=True)
+        )
 
     def play(self, rows: Sequence[int], **how: Any) -> RolloutResult:
         """Play and score episodes of some rows; `Rollout.begin` explains the arguments."""
@@ -58,11 +60,11 @@ class MixedRollout:
         self, rows: Sequence[int], *, earlier: Mapping[int, int] | None = None, **how: Any
     ) -> list[Episodes]:
         """Return new episodes of some rows, in the order of the rows."""
-        counts = [Counter(own) for own in self._by_part(list(Counter(earlier or {}).elements()))]
+        counts = [Counter(share) for share in self._by_part(list(Counter(earlier or {}).elements()))]
         shares = zip(self.parts, self._by_part(rows), counts, strict=True)
-        begun = [iter(part.begin(own, earlier=before, **how)) for part, own, before in shares]
-        found = (next(begun[bisect_right(self._ends, row)], None) for row in rows)
-        return [unit for unit in found if unit is not None]
+        begun = [iter(part.begin(share, earlier=before, **how)) for part, share, before in shares]
+        units = (next(begun[bisect_right(self._ends, row)], None) for row in rows)
+        return [unit for unit in units if unit is not None]
 
     def finish(self, played: Sequence[Episodes]) -> RolloutResult:
         """Score played episodes, ordered by part; raise TooManyFailuresError if too many of them failed."""

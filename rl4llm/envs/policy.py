@@ -234,9 +234,9 @@ class PolicyLLM:
         earlier, new = sample.messages[: record.messages], sample.messages[record.messages : end]
         renderer = self._for(sample)
         if sample.spans:
-            said = sample.spans[-1].token_ids
-            ended = renderer.ends_turn(said)
-            by = said[-1] if ended else None
+            turn = sample.spans[-1].token_ids
+            ended = renderer.ends_turn(turn)
+            by = turn[-1] if ended else None
             token_ids = renderer.following(new, ended=ended, by=by, messages=earlier)
         else:
             token_ids = renderer.first(new)
@@ -271,11 +271,11 @@ class PolicyLLM:
         """
         end, record = len(sample.spans), self._records[sample.session]
         siblings = (
-            other
-            for other in self._by_prompt[sample.prompt_id]
-            if other is not sample and self._records[other.session].earlier == record.earlier
+            sibling
+            for sibling in self._by_prompt[sample.prompt_id]
+            if sibling is not sample and self._records[sibling.session].earlier == record.earlier
         )
-        alike = (other for other in siblings if other.spans[:end] == sample.spans)
+        alike = (sibling for sibling in siblings if sibling.spans[:end] == sample.spans)
         for each in chain([sample], alike):  # siblings are compared only if the sample has none
             for completion in self._records[each.session].sampled[record.place(sample)]:
                 texts = completion.text, self._for(sample).reply(completion).content
@@ -292,6 +292,6 @@ def _as_forks(sample: SampleState, earlier: Sequence[Sequence[TokenSpan]]) -> No
     """Put the first token record of a sample into its spans, and the others that the policy continued into its forks."""
     if not earlier:
         return
-    first, *forks = (list(record) for record in (*earlier, sample.spans) if count_turns(record))
-    sample.spans[:] = first
+    spans, *forks = (list(record) for record in (*earlier, sample.spans) if count_turns(record))
+    sample.spans[:] = spans
     sample.special = replace(sample.special, forks=forks)

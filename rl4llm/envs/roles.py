@@ -151,10 +151,10 @@ class RolesEnv(BaseMDPEnv):
         if speaker.current_step >= self.max_steps:
             speaker.finish("max_steps")
             return None
-        last = speaker.last_message
-        if heard and last.role == "user":  # it waits for the role's first answer
+        message = speaker.last_message
+        if heard and message.role == "user":  # it waits for the role's first answer
             speaker.messages[-1] = ChatMessage.showing(
-                "user", *(last.parts or (last.content,)), f"\n\n{heard}"
+                "user", *(message.parts or (message.content,)), f"\n\n{heard}"
             )
         elif heard:
             speaker.messages.append(ChatMessage("user", heard))

@@ -160,8 +160,8 @@ class Rollout:
         if self.plays_whole:
             at_once = max(len(begin), 1)
         return [
-            Episodes(self, begin[first : first + at_once], len(kinds), step, params)
-            for first in range(0, len(begin), at_once)
+            Episodes(self, begin[start : start + at_once], len(kinds), step, params)
+            for start in range(0, len(begin), at_once)
         ]
 
     def policy(self, state: EnvState) -> PolicyLLM:

@@ -98,7 +98,9 @@ def fill(samples: Sequence[SampleState], rows: Sequence[Mapping[str, Any]], visi
 
     `vision` is the environment's. Raises DataError for an image that is not in its store.
     """
-    if [(row["prompt_id"], row["index"]) for row in rows] != [(one.prompt_id, one.index) for one in samples]:
+    if [(row["prompt_id"], row["index"]) for row in rows] != [
+        (item.prompt_id, item.index) for item in samples
+    ]:
         return False
     for sample, row in zip(samples, rows, strict=True):
         lines, begin = row["messages"], len(sample.messages)
@@ -106,14 +108,16 @@ def fill(samples: Sequence[SampleState], rows: Sequence[Mapping[str, Any]], visi
         if not same and not row["own_prompt"]:
             return False
         same_messages = sample.messages if same else []
-        sample.messages = [*same_messages, *(_message(one, vision) for one in lines[len(same_messages) :])]
+        sample.messages = [*same_messages, *(_message(item, vision) for item in lines[len(same_messages) :])]
         for name in PLAIN:
             setattr(sample, name, row[name])
         sample.spans, *forks = ([_span(*span) for span in record] for record in row["records"])
         sample.special = replace(sample.special, forks=forks, own_prompt=row["own_prompt"])
         sample.turn_rewards = dict(row["turn_rewards"])
         if row["rewards"] is not None:
-            sample.rewards = {name: math.nan if one is None else one for name, one in row["rewards"].items()}
+            sample.rewards = {
+                name: math.nan if item is None else item for name, item in row["rewards"].items()
+            }
         if isinstance(sample.episode, EpisodeState):
             sample.episode.said[:] = (Line(*line) for line in row["said"])
     return True

@@ -137,8 +137,8 @@ class ToolMDPEnv(BaseMDPEnv):
     def format(self) -> CallFormat:
         """How the policy writes calls; found at its first use, as `template_args` are set after the environment is made."""
         schemas = [dict(tool.schema) for tool in self.tools.values()]
-        shown, args = bool(self.tool_schemas), self.template_args
-        return call_format(self._format, self.tokenizer, schemas, shown=shown, template_args=args)
+        described, args = bool(self.tool_schemas), self.template_args
+        return call_format(self._format, self.tokenizer, schemas, shown=described, template_args=args)
 
     @cached_property
     def call_example(self) -> str:  # type: ignore[override]
@@ -146,19 +146,19 @@ class ToolMDPEnv(BaseMDPEnv):
         return self.format.example
 
     async def respond(self, sample: SampleState) -> list[ChatMessage]:
-        said = after_thinking(self._said(sample))
-        calls = list(self.format.parse(said)) or stray_calls(said, self.tools, self.format)
+        turn = after_thinking(self._said(sample))
+        calls = list(self.format.parse(turn)) or stray_calls(turn, self.tools, self.format)
         counts = sample.extras.setdefault("metrics", {"tool_calls": 0, "tool_errors": 0})
         earlier = counts["tool_calls"]
         counts["tool_calls"] += len(calls)
-        left = self.max_calls if self.budget is None else max(0, min(self.max_calls, self.budget - earlier))
-        answers = [self._answer(sample, call) for call in calls[:left]]
+        limit = self.max_calls if self.budget is None else max(0, min(self.max_calls, self.budget - earlier))
+        answers = [self._answer(sample, call) for call in calls[:limit]]
         replies = (
             list(await asyncio.gather(*answers)) if len(answers) > 1 else [await answer for answer in answers]
         )
         if len(calls) > self.max_calls:
             replies.append(self._error(sample, f"at most {self.max_calls} calls per turn"))
-        elif len(calls) > left:
+        elif len(calls) > limit:
             replies.append(self._error(sample, f"all {self.budget} calls of this task are used up"))
         return [
             ChatMessage.showing(
@@ -203,16 +203,16 @@ class ToolMDPEnv(BaseMDPEnv):
 
     def _said(self, sample: SampleState) -> str:
         """Return the policy's last turn with its special tokens, which some formats use."""
-        last = takewhile(lambda span: span.author == "policy", reversed(sample.spans))
-        token_ids = [token for span in [*last][::-1] for token in span.token_ids]
+        spans = takewhile(lambda span: span.author == "policy", reversed(sample.spans))
+        token_ids = [token for span in [*spans][::-1] for token in span.token_ids]
         if not token_ids:  # a custom loop that records turns later
             return sample.last_message.content
         return decode(self.tokenizer, token_ids)
 
     async def _answer(self, sample: SampleState, call: ToolCall) -> Reply:
-        known = call.name in self.tools
+        exists = call.name in self.tools
         unknown = f"no tool {call.name[:50]!r}; tools: {', '.join(self.tools)}"
-        problem = call.problem or (objection(self.tools[call.name], call.arguments) if known else unknown)
+        problem = call.problem or (objection(self.tools[call.name], call.arguments) if exists else unknown)
         if problem:
             return self._error(sample, problem)
         async with self._in_turn(sample, call):

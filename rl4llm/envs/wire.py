@@ -92,11 +92,11 @@ class Asked:
     @property
     def characters(self) -> int:
         """Approximate length of the prompt's text in characters, without rendering it."""
-        said = sum(
+        length = sum(
             len(message.content) + len(message.reasoning) + len(str(message.tool_calls or ""))
             for message in self.messages
         )
-        return said + len(dumps(list(self.tools)))
+        return length + len(dumps(list(self.tools)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +267,8 @@ class Pictures:
 
 def check_keys(row: Mapping[str, Any], where: str, known: Collection[str]) -> None:
     """Raise RequestError if a part of a request has keys that are not read."""
-    if strange := sorted(name for name in row.keys() - set(known) if row[name] not in (None, "", [], {}, ())):
-        raise refused(where, f".{strange[0]} is not read. Accepted: {', '.join(sorted(known))}.")
+    if unread := sorted(name for name in row.keys() - set(known) if row[name] not in (None, "", [], {}, ())):
+        raise refused(where, f".{unread[0]} is not read. Accepted: {', '.join(sorted(known))}.")
 
 
 def refused(where: str, problem: str) -> RequestError:

@@ -102,8 +102,8 @@ class RunDir:
         """
         run = cls(path)
         identity = {"fingerprint": dict(fingerprint), "settings": dict(settings or {})}
-        given, default = json.loads(json.dumps([identity, dict(defaults or {})]))
-        run._plan = _Claim(given, default, allow_changes, {})
+        facts, default = json.loads(json.dumps([identity, dict(defaults or {})]))
+        run._plan = _Claim(facts, default, allow_changes, {})
         run.hold({})
         return run
 
@@ -219,7 +219,7 @@ class RunDir:
 
     def _identified(self, plan: _Claim) -> dict[str, Any] | None:
         """Set the identity of the run; return what to write, or None if it is already written."""
-        given = plan.identity
+        identity = plan.identity
         self.resumed = self.run_file.exists()
         now = datetime.now(UTC)
         new = {
@@ -227,14 +227,14 @@ class RunDir:
             "created": now.isoformat("T", "seconds"),
             "rl4llm": rl4llm.__version__,
         }
-        kept = new | given
+        record = new | identity
         if self.resumed:
-            read = self._read_identity()
+            stored = self._read_identity()
             # digests, under names such as that of a token
-            kept = redacted(read) | {"contents": read.get("contents", {})}
-        self.run_id, self.created = kept["run_id"], kept["created"]
-        was, contents = kept["contents"], given["contents"]
-        changes = _differences(kept["fingerprint"], given["fingerprint"], plan.defaults)
+            record = redacted(stored) | {"contents": stored.get("contents", {})}
+        self.run_id, self.created = record["run_id"], record["created"]
+        was, contents = record["contents"], identity["contents"]
+        changes = _differences(record["fingerprint"], identity["fingerprint"], plan.defaults)
         changes += tuple(
             f"{name}: {was[name]} -> {contents[name]}"
             for name in contents
@@ -248,11 +248,11 @@ class RunDir:
                 "(allow_changes=True)."
             )
         self.changes = changes + _differences(
-            kept.get("settings", given["settings"]), given["settings"], plan.defaults
+            record.get("settings", identity["settings"]), identity["settings"], plan.defaults
         )
-        if self.resumed and {**kept, **given} == kept:
+        if self.resumed and {**record, **identity} == record:
             return None
-        return {**kept, **given}
+        return {**record, **identity}
 
     def _read_identity(self) -> dict[str, Any]:
         try:

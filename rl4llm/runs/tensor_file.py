@@ -96,10 +96,10 @@ def _contents(
 ) -> Iterator[memoryview]:
     yield memoryview(header(specs))
     buffer: Tensor | None = None
-    for spec, given in zip(specs, tensors, strict=True):
-        if TensorSpec.of(*given) != spec:
-            raise WeightsError(f"{path}: {TensorSpec.of(*given)} came where {spec} was announced.")
-        tensor = given[1].detach()
+    for spec, pair in zip(specs, tensors, strict=True):
+        if TensorSpec.of(*pair) != spec:
+            raise WeightsError(f"{path}: {TensorSpec.of(*pair)} came where {spec} was announced.")
+        tensor = pair[1].detach()
         if tensor.is_cuda:
             buffer = _pinned() if buffer is None else buffer
             yield from pieces(tensor, buffer)

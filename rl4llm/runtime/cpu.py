@@ -39,8 +39,11 @@ def prefers_onednn() -> bool:
 def multiplies_bfloat16() -> bool:
     """Return whether this processor multiplies matrices in bfloat16, several times as fast as in float32."""
     find = getattr(torch.cpu, "get_capabilities", None)  # since torch 2.11
-    found = find() if find is not None else {}
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16")) and torch.backends.mkldnn.is_available()
+    capabilities = find() if find is not None else {}
+    return (
+        bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+        and torch.backends.mkldnn.is_available()
+    )
 
 
 class PackedLinear:

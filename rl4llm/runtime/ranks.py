@@ -109,9 +109,9 @@ class DistributedRanks(Ranks):
         return box[0]
 
     def spread(self, tensor: Tensor) -> None:
-        own = tensor.detach().contiguous()
-        self._speak(dist.broadcast, own.view(-1).view(torch.uint8), 0)  # gloo does not support every dtype
-        tensor.detach().copy_(own)
+        buffer = tensor.detach().contiguous()
+        self._speak(dist.broadcast, buffer.view(-1).view(torch.uint8), 0)  # gloo does not support every dtype
+        tensor.detach().copy_(buffer)
 
     def gather(self, value: T) -> list[T]:
         box: list[Any] | None = [None] * self.size if self.is_first else None
@@ -212,14 +212,14 @@ def whole(tensor: Tensor) -> Tensor:
 
     if tensor.placements != (Shard(0),):
         return tensor.full_tensor()
-    group, own = tensor.device_mesh.get_group(), tensor.to_local()
-    found = own.new_empty(tensor.shape)
-    height = -(-len(found) // group.size())
-    for rank, rows in enumerate(found.split(height)):
+    group, shard = tensor.device_mesh.get_group(), tensor.to_local()
+    result = shard.new_empty(tensor.shape)
+    height = -(-len(result) // group.size())
+    for rank, rows in enumerate(result.split(height)):
         if rank == group.rank():
-            rows.copy_(own)
+            rows.copy_(shard)
         dist.broadcast(rows, dist.get_global_rank(group, rank), group=group)
-    return found
+    return result
 
 
 def part(tensor: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     handlers = {signal.SIGINT: handler, signal.SIGTERM: handler}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         handlers[signal.SIGHUP] = hang_up
-    before = {number: signal.signal(number, taken) for number, taken in handlers.items()}
+    before = {number: signal.signal(number, action) for number, action in handlers.items()}
     try:
         yield
     finally:

@@ -25,19 +25,19 @@ def objection(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     schema = tool.parameters
     properties = schema.get("properties") or {}
     # a schema that names its arguments allows others only if it says so: most tools would drop them in silence
-    others = schema.get("additionalProperties", "properties" not in schema)
-    closed = others is False and "patternProperties" not in schema
+    additional = schema.get("additionalProperties", "properties" not in schema)
+    closed = additional is False and "patternProperties" not in schema
     unknown = [name for name in arguments if closed and name not in properties]
     missing = [name for name in schema.get("required") or () if name not in arguments]
     if unknown or missing:
         what = f"no argument {unknown[0][:50]!r}" if unknown else f"the argument {missing[0]!r} is missing"
         return f"{tool.name}: {what}; arguments: {', '.join(properties) or 'none'}"
     for name, value in arguments.items():
-        found = unmet(value, properties.get(name, others))
-        if found is not None:
-            inside = "" if found.value is value else f" holds {found.value!r:.50}, which"
-            given = f", not {value!r:.50}" if found.value is value else ""
-            return f"{tool.name}: the argument {name!r}{inside} must be {found.expected}{given}"
+        fault = unmet(value, properties.get(name, additional))
+        if fault is not None:
+            inside = "" if fault.value is value else f" holds {fault.value!r:.50}, which"
+            actual = f", not {value!r:.50}" if fault.value is value else ""
+            return f"{tool.name}: the argument {name!r}{inside} must be {fault.expected}{actual}"
     return None
 
 
@@ -90,11 +90,11 @@ def parts(value: Any, schema: Any) -> list[tuple[Any, Any]]:
     """Return the items of an array or the members of an object, each with its schema."""
     schema = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, list):
-        first = schema.get("prefixItems") or []
-        return [(item, first[i] if i < len(first) else schema.get("items")) for i, item in enumerate(value)]
+        prefix = schema.get("prefixItems") or []
+        return [(item, prefix[i] if i < len(prefix) else schema.get("items")) for i, item in enumerate(value)]
     if isinstance(value, dict):
-        known, others = schema.get("properties") or {}, schema.get("additionalProperties")
-        return [(item, known.get(name, others)) for name, item in value.items()]
+        properties, additional = schema.get("properties") or {}, schema.get("additionalProperties")
+        return [(item, properties.get(name, additional)) for name, item in value.items()]
     return []
 
 

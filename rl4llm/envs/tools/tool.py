@@ -170,7 +170,7 @@ class Functions(ToolSet):
     """A set of plain functions that share nothing."""
 
     def __init__(self, *functions: Callable[..., Any]):
-        self.tools = {made.name: made for made in map(as_tool, functions)}
+        self.tools = {entry.name: entry for entry in map(as_tool, functions)}
 
 
 def as_toolset(item: Any, provided: Mapping[str, Any] | None = None) -> ToolSet:
@@ -180,24 +180,24 @@ def as_toolset(item: Any, provided: Mapping[str, Any] | None = None) -> ToolSet:
     `provided` has objects of the run, such as its sandbox, for classes that have a parameter of that name.
     Raises ConfigError for unknown names and options.
     """
-    given, (item, options) = item, _named(item)
+    spec, (item, options) = item, _named(item)
     if inspect.isclass(item) and issubclass(item, ToolSet):
         provided = provided or {}
-        wanted = accepted_options(item) - set(options)
-        given = {name: provided[name] for name in provided if name in wanted}
-        return with_options(f"env.tools: {item.__name__}", item, options, **given)
+        parameters = accepted_options(item) - set(options)
+        objects = {name: provided[name] for name in provided if name in parameters}
+        return with_options(f"env.tools: {item.__name__}", item, options, **objects)
     if options or (not callable(item) and not isinstance(item, ToolSet)):
         raise ConfigError(
-            f"env.tools: {given!r} is not accepted. Accepted: a function without options, a ToolSet, or the name of one."
+            f"env.tools: {spec!r} is not accepted. Accepted: a function without options, a ToolSet, or the name of one."
         )
     return item if isinstance(item, ToolSet) else Functions(item)
 
 
 def check_tool(item: Any) -> None:
     """Raise ConfigError for what `as_toolset` refuses; a set of tools is not made, since that may start something."""
-    found, options = _named(item)
-    if inspect.isclass(found) and issubclass(found, ToolSet):
-        check_options(f"env.tools: {found.__name__}", found, options)
+    target, options = _named(item)
+    if inspect.isclass(target) and issubclass(target, ToolSet):
+        check_options(f"env.tools: {target.__name__}", target, options)
     else:
         as_toolset(item)
 

@@ -38,10 +38,10 @@ def example(schema: Any, root: Mapping[str, Any] | None = None, depth: int = 0) 
     """Return a value that fits a JSON schema; references are looked up in `root`."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return None
-    given = [schema[key] for key in ("default", "const") if key in schema]
-    given += [schema[key][0] for key in ("enum", "examples") if schema.get(key)]
-    if given:
-        return given[0]
+    values = [schema[key] for key in ("default", "const") if key in schema]
+    values += [schema[key][0] for key in ("enum", "examples") if schema.get(key)]
+    if values:
+        return values[0]
     inner = [schema[key][0] for key in ("anyOf", "oneOf", "allOf") if schema.get(key)]
     inner += [_found(schema["$ref"], root or {})] if "$ref" in schema else []
     return example(inner[0], root, depth + 1) if inner else _of_type(schema, root, depth)
@@ -64,7 +64,7 @@ def _of_type(schema: Mapping[str, Any], root: Mapping[str, Any] | None, depth: i
 
 
 def _found(reference: Any, root: Mapping[str, Any]) -> Any:
-    found: Any = root
+    node: Any = root
     for part in str(reference).removeprefix("#/").split("/"):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node

@@ -129,12 +129,12 @@ def call_format(
     gets the schemas. A tokenizer with a `response_template` parses calls itself. Raises ConfigError if no format reads it.
     """
     if name != "auto":
-        found = FORMATS[name]
+        form = FORMATS[name]
     elif getattr(tokenizer, "response_template", None):
-        found = CallFormat(lambda text: _templated(tokenizer, text))
+        form = CallFormat(lambda text: _templated(tokenizer, text))
     else:
-        found = FORMATS[_detected(ChatTemplate(tokenizer, [_SCHEMA] if shown else None, template_args))]
-    return _bound(found, tools) if tools else found
+        form = FORMATS[_detected(ChatTemplate(tokenizer, [_SCHEMA] if shown else None, template_args))]
+    return _bound(form, tools) if tools else form
 
 
 def stray_calls(text: str, tools: Iterable[str], form: CallFormat) -> list[ToolCall]:
@@ -148,12 +148,12 @@ def stray_calls(text: str, tools: Iterable[str], form: CallFormat) -> list[ToolC
 def written_call(template: ChatTemplate, call: ToolCall = _PROBE) -> str:
     """Return the turn of a template that makes one call, without the generation prompt; "" if it writes no calls."""
     arguments = dict(call.arguments)
-    for message, given in product((ChatMessage, _CallsAlone), (arguments, json.dumps(arguments))):
-        row = {"type": "function", "id": "call00001", "function": {"name": call.name, "arguments": given}}
-        for asked in (opening(system=False), opening(system=True)):
+    for message, fields in product((ChatMessage, _CallsAlone), (arguments, json.dumps(arguments))):
+        row = {"type": "function", "id": "call00001", "function": {"name": call.name, "arguments": fields}}
+        for messages in (opening(system=False), opening(system=True)):
             try:
-                text = template.text([*asked, message("assistant", "", (row,))], prompt=False)
-                headers = [template.text(asked, prompt=prompt) for prompt in (True, False)]
+                text = template.text([*messages, message("assistant", "", (row,))], prompt=False)
+                headers = [template.text(messages, prompt=prompt) for prompt in (True, False)]
             except TemplateError:  # it may write the call in another form
                 continue
             turn = text.removeprefix(next((header for header in headers if text.startswith(header)), ""))
@@ -248,9 +248,9 @@ def typed(value: Any, schema: Any) -> Any:
 
 def _read(text: str, schema: Any) -> Any:
     """Return the value that a text writes in JSON or Python, if the schema allows that value."""
-    for read in (loaded, literal):
+    for parse in (loaded, literal):
         try:
-            checked("", {"": (value := read(text))})
+            checked("", {"": (value := parse(text))})
         except (ValueError, SyntaxError):
             continue
         value = typed(value, schema)

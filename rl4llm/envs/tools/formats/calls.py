@@ -96,9 +96,9 @@ def as_call(value: Any, key: str = "arguments") -> ToolCall:
     name = next((each for each in names if each and isinstance(each, str)), None)
     if name is None:
         raise ValueError(f'a call must be {{"name": ..., "{key}": {{...}}}}')
-    under = next((other for other in (key, *ARGUMENTS) if other in value), None)
-    if under is None and (others := [other for other in value if other not in _BESIDE_ARGUMENTS]):
-        raise ValueError(f"arguments belong under {key!r}, not {others[0][:50]!r}")
+    under = next((word for word in (key, *ARGUMENTS) if word in value), None)
+    if under is None and (unread := [word for word in value if word not in _BESIDE_ARGUMENTS]):
+        raise ValueError(f"arguments belong under {key!r}, not {unread[0][:50]!r}")
     arguments: Any = value[under] if under else {}
     if isinstance(arguments, str):
         arguments = loaded(arguments)
@@ -135,8 +135,8 @@ def not_closed(end: str) -> ToolCall:
 
 def loaded(text: str) -> Any:
     """Return the value of a JSON text; raises ValueError."""
-    (value, *others) = values(text)
-    if others:
+    (value, *rest) = values(text)
+    if rest:
         raise ValueError("it is followed by further values")
     return value
 
@@ -171,16 +171,16 @@ def bodies(text: str, head: re.Pattern[str], end: str = "") -> Iterator[tuple[st
 
     What stands in a JSON value is neither a head nor an end.
     """
-    found = head.search(text)
-    while found:
-        start = found.end()
+    match = head.search(text)
+    while match:
+        start = match.end()
         behind = _values_end(text, start)
         following = head.search(text, behind)
         stop = following.start() if following else len(text)
         place = text.find(end, behind, stop) if end else stop
         body = None if place < 0 else text[start:place]
-        yield body if end or body is None else first(body.lstrip()), found
-        found = following
+        yield body if end or body is None else first(body.lstrip()), match
+        match = following
 
 
 def _values_end(text: str, at: int) -> int:
@@ -201,5 +201,5 @@ def check_length(text: str) -> None:
 
 def space_end(text: str, at: int) -> int:
     """Return where the white space at a place ends."""
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
+    match = _SPACE.match(text, at)
+    return match.end() if match else at

@@ -110,11 +110,11 @@ class _Reader:
     def _split(text: str) -> Iterator[tuple[str, str]]:
         at = 0
         while (at := space_end(text, at)) < len(text):
-            found = _TOKEN.match(text, at)
-            if not found:
+            match = _TOKEN.match(text, at)
+            if not match:
                 raise ValueError(f"unexpected {text[at : at + 40]!r}")
-            yield str(found.lastgroup), found.group()
-            at = found.end()
+            yield str(match.lastgroup), match.group()
+            at = match.end()
         while True:
             yield "end", ""
 
@@ -126,10 +126,10 @@ class _Reader:
         return token
 
     def _take(self, mark: str) -> bool:
-        found = self._kind == "mark" and self._token == mark
-        if found:
+        matches = self._kind == "mark" and self._token == mark
+        if matches:
             self._next()
-        return found
+        return matches
 
     def _expect(self, mark: str) -> None:
         if not self._take(mark):
