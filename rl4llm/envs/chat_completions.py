@@ -18,6 +18,7 @@ from rl4llm.envs.wire import (
     Kept,
     Pictures,
     RequestError,
+    accepted,
     check_keys,
     dumps,
     flag_of,
@@ -157,13 +158,8 @@ def read_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     """Check a list of tools in the form of OpenAI's chat. Raises RequestError."""
     listed = tools if isinstance(tools, list) else [None]
     functions = [tool.get("function") if isinstance(tool, dict) else None for tool in listed]
-    if not all(
-        isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions
-    ):
-        raise RequestError(
-            'tools must be a list of {"type": "function", "function": {"name": ...}}.', param="tools"
-        )
-    return tuple(tools)
+    named = all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in functions)
+    return tuple(accepted("tools", tools, named, 'a list of {"type": "function", "function": {"name": ...}}'))
 
 
 def functions_of(fields: Fields, kind: str, keys: Mapping[str, str]) -> Any:

@@ -250,11 +250,8 @@ class Pictures:
     def __call__(self, address: Any, where: str) -> Picture:
         """Return the picture of a data URI. Raises RequestError for anything else."""
         if not isinstance(address, str) or not address.startswith("data:"):
-            raise refused(
-                where,
-                f": the image {address!r:.80} is not accepted, and nothing is downloaded. Accepted: its data as base64, "
-                "such as data:image/png;base64,...",
-            )
+            accepted = "nothing is downloaded. Accepted: its data, such as data:image/png;base64,..."
+            raise refused(where, f": the image {address!r:.80} is not accepted, and {accepted}")
         self._count += 1
         if self._count > (most := load("rl4llm.data.images:MAX_IMAGES")):
             raise refused(where, f": the request has more than {most} images.")
@@ -281,7 +278,7 @@ def limit_of(body: Mapping[str, Any], *names: str) -> int | None:
     for name in names:
         if name in body:
             positive = type(body[name]) is int and body[name] >= 1
-            return int(_accepted(name, body[name], positive, "a whole number, at least 1"))
+            return int(accepted(name, body[name], positive, "a whole number, at least 1"))
     return None
 
 
@@ -290,24 +287,25 @@ def stops_of(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     stop = body.get(name, ())
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
     texts = len(stops) <= MOST_STOPS and all(isinstance(text, str) and text for text in stops)
-    _accepted(name, stop, texts, f"a string, or a list of at most {MOST_STOPS} strings")
+    accepted(name, stop, texts, f"a string, or a list of at most {MOST_STOPS} strings")
     return stops
 
 
 def flag_of(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     """Return a field that is true or false."""
     value = body.get(name, default)
-    return bool(_accepted(name, value, isinstance(value, bool), "true or false"))
+    return bool(accepted(name, value, isinstance(value, bool), "true or false"))
 
 
 def mapping_of(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a field that is an object; an empty one if it is absent."""
     value = body.get(name, {})
-    return dict(_accepted(name, value, isinstance(value, dict), "an object"))
+    return dict(accepted(name, value, isinstance(value, dict), "an object"))
 
 
-def _accepted(name: str, value: Any, holds: bool, accepted: str) -> Any:
+def accepted(name: str, value: Any, holds: bool, what: str) -> Any:
     """Return the value of a field if it is accepted. Raises RequestError for another one."""
     if not holds:
-        raise RequestError(f"{name}={value!r:.100} is not accepted. Accepted: {accepted}.", param=name)
+        message = f"{name}={value!r:.100} is not accepted. Accepted: {what}."
+        raise RequestError(message, param=name.partition(".")[0])
     return value

@@ -71,9 +71,9 @@ class DirectoryLock:
         while not self._taken():
             owner = _owner(self.path)
             if time.monotonic() - began > (0.1 if owner else PATIENCE_S):
+                owner = owner or "another process"
                 raise RunDirError(
-                    f"{self.path.parent} is in use by {owner or f'another process; {self.path} does not say which'}. "
-                    "Next: stop that process, or choose another output.dir."
+                    f"{self.path.parent} is in use by {owner}. Stop it, or choose another output.dir."
                 )
             time.sleep(0.02)
         signature = {

@@ -188,8 +188,7 @@ class RunDir:
         """Raise RunDirError if the directory that this process writes to was removed: further steps would be lost."""
         if self._lock is not None and not self.run_file.exists():
             raise RunDirError(
-                f"output.dir={str(self.path)!r} was removed while the run wrote to it, with its log and checkpoints. Next: "
-                "start the run again."
+                f"output.dir={str(self.path)!r} was removed while the run wrote to it. Start the run again."
             )
 
     @contextlib.contextmanager
@@ -211,10 +210,9 @@ class RunDir:
             item.name for item in self.path.iterdir() if item.name not in ours and ".tmp-" not in item.name
         )
         if foreign:
-            names = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
             raise RunDirError(
-                f"output.dir={str(self.path)!r} is not empty and is not a run of rl4llm (it has no run.json, but holds "
-                f"{names}). Accepted: a new or empty directory, or that of an earlier run. Next: choose another output.dir."
+                f"output.dir={str(self.path)!r} is not a run of rl4llm: it has no run.json, but {', '.join(foreign)[:200]}. "
+                "Choose a new or empty directory, or that of an earlier run."
             )
 
     def _identified(self, plan: _Claim) -> dict[str, Any] | None:
@@ -244,8 +242,7 @@ class RunDir:
             raise RunDirError(
                 f"output.dir={str(self.path)!r} holds another run ({self.run_id}). What differs (was -> given):\n  "
                 + "\n  ".join(changes)
-                + "\nNext: restore what it was, choose another output.dir, or resume anyway with --force "
-                "(allow_changes=True)."
+                + "\nNext: choose another output.dir, or resume anyway with --force (allow_changes=True)."
             )
         self.changes = changes + _differences(
             record.get("settings", identity["settings"]), identity["settings"], plan.defaults
@@ -259,10 +256,10 @@ class RunDir:
             identity = json.loads(self.run_file.read_text())
             str(identity["run_id"]), str(identity["created"]), dict(identity["fingerprint"])
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise RunDirError(
-                f"{self.run_file} is damaged ({type(error).__name__}: {error}), so it is unknown which run this is. "
-                "Next: choose another output.dir, or restore the file."
-            ) from error
+            problem = (
+                f"is damaged ({type(error).__name__}: {error}). Restore it, or choose another output.dir."
+            )
+            raise RunDirError(f"{self.run_file} {problem}") from error
         return identity
 
 

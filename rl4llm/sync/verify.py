@@ -138,9 +138,8 @@ class Canary:
         expected_BT = backend.forward(self._image.shown(batch) if self._image else batch)[:, 1:].cpu()
         if not expected_BT.isfinite().all():
             raise DivergedError(
-                "The policy's log-probs are not finite (NaN or infinite), so its weights are of no use. If steps were "
-                "taken, training diverges: lower training.lr, and resume from an earlier checkpoint. If not, check the "
-                "weights in model.path and model.dtype."
+                "The policy's log-probs are not finite (NaN or infinite). Lower training.lr and resume from an earlier "
+                "checkpoint; before the first step, check the weights in model.path."
             )
         return self._image.compared(expected_BT) if self._image else expected_BT
 
@@ -202,8 +201,7 @@ class Canary:
         version = await engine.version()
         if version != weight_ref.version:
             raise StaleWeightsError(
-                f"{engine} reports version {version} after version {weight_ref.version} was published. "
-                "Training stops, since it would sample from other weights."
+                f"{engine} reports version {version} after version {weight_ref.version} was published, so training stops."
             )
         rows = enumerate(self.token_ids_BT.tolist())
         scored_BT = torch.tensor([await engine.score(ids, **self._seen(row)) for row, ids in rows])
@@ -215,14 +213,12 @@ class Canary:
             if moved > LEAP and difference <= moved * self.bound:  # the engine did follow, all of it
                 raise DivergedError(
                     f"Training diverges: the step to version {version} moved the policy's log-probs of the canary's tokens "
-                    f"by {moved:.3g} nats on average, and {engine} differs by {difference:.3g} through rounding. Lower "
-                    "training.lr, and resume from a checkpoint before the change."
+                    f"by {moved:.3g} nats on average. Lower training.lr, and resume from a checkpoint before the change."
                 )
             raise StaleWeightsError(
                 f"{engine} does not hold version {version}: its log-probs of the canary's tokens differ from "
-                f"the trainer's by {difference:.3g} nats on average, more than {tolerance:.3g}. Training stops; check how "
-                "the weights reach the engine, and that it has the trainer's model.dtype and model.autocast. If it is "
-                "quantized, set sync.tolerance to what that may cost."
+                f"the trainer's by {difference:.3g} nats on average, more than {tolerance:.3g}. Check how the weights reach "
+                "it, and its dtype; if it is quantized, set sync.tolerance to what that may cost."
             )
         self._check_moved(engine, scored_BT, expected_BT, version)
         return difference
@@ -241,8 +237,7 @@ class Canary:
         if moved > self._noise:
             raise StaleWeightsError(
                 f"{engine} still holds the weights before version {version}: its log-probs of the canary's tokens have not "
-                f"changed at all, while the trainer's moved by {moved:.3g} nats on average. Training stops; check how the "
-                "weights reach the engine."
+                f"changed, while the trainer's moved by {moved:.3g} nats. Check how the weights reach the engine."
             )
 
 
@@ -360,8 +355,7 @@ def check_mismatch(
     if stop_above is not None and not mean <= stop_above:
         raise MismatchError(
             f"Log-probs of engine and trainer differ by {mean:.3g} nats on average, more than mismatch.stop_above="
-            f"{stop_above:g} ({tokens}). Training stops before this step is saved. Next: give "
-            "both the same dtype, check the engine's kernels and quantization, or raise the limit."
+            f"{stop_above:g} ({tokens}). Next: give both the same dtype, check the engine's kernels, or raise the limit."
         )
 
 

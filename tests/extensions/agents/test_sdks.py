@@ -241,8 +241,8 @@ def test_changed_history_begins_a_fork(play):
 
 
 TOOL = {"type": "function", "name": "f", "parameters": {}}
-NO_CALL = r"no call can be forced.*env.unenforced=\[tool_choice\]"
-NO_FORMAT = r"no format can be forced.*env.unenforced=\[response_format\]"
+NO_CALL = "no call can be forced"
+NO_FORMAT = "no format can be forced"
 BAD_CHATS = [
     ({"tool_choice": "required"}, NO_CALL),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, NO_CALL),
