@@ -196,6 +196,22 @@ def small_model(tokenizer, seed=0):
     return build_model(tokenizer, seed=seed, hidden_size=32, num_layers=1).eval()
 
 
+def change(model, seed, scale=0.05):
+    """Give all parameters other values."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+
+def logprobs(model, prompt_ids, token_ids):
+    """Return what a plain forward gives for the tokens after a prompt."""
+    ids = torch.tensor([[*prompt_ids, *token_ids]])
+    with torch.no_grad():
+        logp_TV = model(ids).logits[0].log_softmax(-1)
+    return [logp_TV[place - 1, ids[0, place]].item() for place in range(len(prompt_ids), ids.shape[1])]
+
+
 def write_weights(root, tokenizer, versions):
     """Write directories with different weights by version, as a trainer publishes them."""
     for version in versions:

@@ -169,7 +169,7 @@ def test_nothing_is_generated_between_waking_and_loading(parts):
     _, client, _, _ = parts
     params = SamplingParams()
 
-    async def refused(match):
+    async def refused():
         for question in (client.generate([5], params), client.score([5, 6])):
             with pytest.raises(EngineError):
                 await question
@@ -177,13 +177,13 @@ def test_nothing_is_generated_between_waking_and_loading(parts):
     async def walk():
         await client.generate([5], params)
         await client.sleep()
-        await refused("is asleep, so it cannot")
+        await refused()
         with pytest.raises(EngineError):
             await client.load(WeightRef(1, "full", "/nowhere"))
         with pytest.raises(EngineError):
             await client.wake(("kv_cache",))
         await client.wake(("weights",))
-        await refused("is awake, without weights, so it cannot")
+        await refused()
         with pytest.raises(EngineError):
             await client.wake(("kv_cache",))
         with pytest.raises(EngineError):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import copy
-import json
 import shutil
 import statistics
 import subprocess
@@ -16,6 +15,8 @@ import pytest
 import torch
 from aiohttp import web
 from embedded_server import embedded_server
+from ended_runs import assert_same_weights, metrics, weights
+from fault_server import change, logprobs
 from kept_cache import by_parts
 from later import later
 from safetensors.torch import load_file, save_file
@@ -88,20 +89,6 @@ def backend(model):
     return TorchBackend(load_model(model), lr=1e-3)
 
 
-def change(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-
-
-def logprobs(model, prompt_ids, token_ids):
-    ids = torch.tensor([[*prompt_ids, *token_ids]])
-    with torch.no_grad():
-        logp_TV = model(ids).logits[0].log_softmax(-1)
-    return [logp_TV[place - 1, ids[0, place]].item() for place in range(len(prompt_ids), ids.shape[1])]
-
-
 async def busy(client):
     info = await client.http.get("/server_info")
     return info["rows_active"] + info["waiting"]
@@ -150,7 +137,7 @@ def train(model_dir, directory, inference, steps=3, **keys):
         max_steps=steps,
         **{"deterministic": True, "model.autocast": "none", **keys},
     ).train()
-    return {name: tensor.clone() for name, tensor in done.trainer.backend.weights()}
+    return weights(done)
 
 
 def test_training_equals_that_of_the_engine_in_process(play, one_by_one, model_dir, tokenizer, tmp_path):
@@ -167,10 +154,8 @@ def test_training_equals_that_of_the_engine_in_process(play, one_by_one, model_d
     served = train(model_dir, tmp_path / "served", {"name": "embedded", "url": one_by_one, "api_key": KEY})
     start = load_file(model_dir / "model.safetensors")
     assert not all(torch.equal(tensor, start[name]) for name, tensor in own.items() if name in start)
-    assert own.keys() == served.keys()
-    for name, tensor in own.items():
-        assert torch.equal(tensor, served[name]), name
-    rows = [json.loads(line) for line in (tmp_path / "served" / "metrics.jsonl").read_text().splitlines()]
+    assert_same_weights(own, served)
+    rows = metrics(tmp_path / "served")
     assert all("time/verify" in row for row in rows)
 
 

@@ -619,22 +619,32 @@ def silent(port):
         yield
 
 
+@contextlib.asynccontextmanager
+async def other_rank(follower, weight_ref):
+    """Yield what runs a coroutine in the event loop of another rank, which stands still while that rank trains."""
+    runner = asyncio.Runner()
+
+    async def run(coroutine):
+        return await asyncio.to_thread(runner.run, coroutine)
+
+    await run(follower.load(replace(weight_ref, held=True)))
+    yield run
+    await run(follower.close())
+    await asyncio.to_thread(runner.close)
+
+
 def test_a_server_is_not_blamed_for_delays_of_this_process(play, weights, tokenizer):
     async def story(scene):
         lines = []
-        runner = asyncio.Runner()  # in a thread: a rank, whose loop stands still while it trains
         follower = follower_of(scene, tokenizer, lines, check_deadline_s=0.3)
-        await asyncio.to_thread(runner.run, follower.load(replace(weights[1], held=True)))
-        for server in scene.servers:
-            server.next("/health", *[slow(0.2)] * 20)
-        for _ in range(3):
-            # long enough to begin a health check, not to end it
-            await asyncio.to_thread(runner.run, asyncio.sleep(0.15))
-            await asyncio.sleep(1.5)
-        await asyncio.to_thread(runner.run, asyncio.sleep(0.1))
-        assert not lines
-        await asyncio.to_thread(runner.run, follower.close())
-        await asyncio.to_thread(runner.close)
+        async with other_rank(follower, weights[1]) as run:
+            for server in scene.servers:
+                server.next("/health", *[slow(0.2)] * 20)
+            for _ in range(3):
+                await run(asyncio.sleep(0.15))  # long enough to begin a health check, not to end it
+                await asyncio.sleep(1.5)
+            await run(asyncio.sleep(0.1))
+            assert not lines
 
     play(story)
 
@@ -643,17 +653,13 @@ def test_a_version_published_by_another_rank_is_accepted(play, weights, tokenize
     async def story(scene):
         lines = []
         follower = follower_of(scene, tokenizer, lines)
-        runner = asyncio.Runner()  # in a thread: the other rank, whose loop stands still while it trains
-        await asyncio.to_thread(runner.run, follower.load(replace(weights[1], held=True)))
-        scene.servers[0].next("/health", *[slow(0.5)] * 20)
-        # long enough to begin a health check, not to end it
-        await asyncio.to_thread(runner.run, asyncio.sleep(0.2))
-        await scene.fleet.load(weights[2])
-        await asyncio.to_thread(runner.run, follower.load(replace(weights[2], held=True)))
-        assert not lines
-        assert (await asyncio.to_thread(runner.run, follower.generate(PROMPT, PARAMS))).version == 2
-        await asyncio.to_thread(runner.run, follower.close())
-        await asyncio.to_thread(runner.close)
+        async with other_rank(follower, weights[1]) as run:
+            scene.servers[0].next("/health", *[slow(0.5)] * 20)
+            await run(asyncio.sleep(0.2))  # long enough to begin a health check, not to end it
+            await scene.fleet.load(weights[2])
+            await run(follower.load(replace(weights[2], held=True)))
+            assert not lines
+            assert (await run(follower.generate(PROMPT, PARAMS))).version == 2
 
     play(story, count=1)
 

@@ -201,16 +201,6 @@ def test_server_that_dies_at_start_shows_its_log(launch):
     assert ended - float(re.search(r"died at ([\d.]+)", output)[1]) < 5
 
 
-def test_server_that_dies_later_is_reported_with_its_log(launch):
-    launcher = launch()
-    until_ready(launcher)
-    server_in(family_of(launcher)).send_signal(signal.SIGABRT)
-    assert launcher.wait(PATIENCE_S) == 1
-    assert re.search(
-        rf"died, exit code {128 + signal.SIGABRT}\.\nThe last lines of .*log:", launcher.stderr.read()
-    )
-
-
 def test_server_that_dies_restarts_at_its_address(launch):
     launcher = launch("--restarts", "1")
     url = until_ready(launcher)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import torch
+from fault_server import change
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl4llm.backends.models import load_model
@@ -72,13 +73,6 @@ def served(request, experts, tokenizer, tmp_path_factory, python_of):
         server = launch(name, flags, python=python_of(name), cpu=True, ready_within_s=300)
     with server:
         yield name, server.url, version
-
-
-def change(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 
 def test_a_server_starts_from_a_version_and_takes_every_expert(served, tokenizer, tmp_path):

@@ -17,10 +17,10 @@ from urllib.error import URLError
 
 import psutil
 import pytest
+from ended_runs import TwoTurns, metrics
 from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
-from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.runtime.ports import free_port
 
 BOOT_S = 240
@@ -87,15 +87,6 @@ def servers(model_dir, tmp_path_factory):
         yield started
 
 
-class TwoTurns(BaseMDPEnv):
-    """Ask for more once."""
-
-    continue_truncated = True
-
-    def respond(self, sample):
-        return [ChatMessage("user", "Go on.")]
-
-
 def trainer(model_dir, directory, env=TwoTurns, steps=STEPS, **inference):
     rows = [
         {"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(PROMPTS)
@@ -113,10 +104,6 @@ def trainer(model_dir, directory, env=TwoTurns, steps=STEPS, **inference):
         max_steps=steps,
         **{"env.max_steps": TURNS, "model.autocast": "none"},  # the servers compute in float32
     )
-
-
-def metrics(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.sglang

@@ -2,13 +2,14 @@
 
 import asyncio
 import copy
-import json
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from ended_runs import metrics
+from fault_server import change, logprobs
 from kept_cache import by_parts
 from safetensors.torch import load_file, save_file
 from sweeps import sampled
@@ -62,13 +63,6 @@ def canary(client):
     return Canary(client.vocab_size, dtype="float32", tolerance=1e-4)
 
 
-def change(model, seed, scale=0.05):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += scale * torch.randn(parameter.shape, generator=generator)
-
-
 def change_adapter(backend, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -86,13 +80,6 @@ def run(client, work):
             await client.disconnect()
 
     return asyncio.run(whole())
-
-
-def logprobs(model, prompt_ids, token_ids):
-    ids = torch.tensor([[*prompt_ids, *token_ids]])
-    with torch.no_grad():
-        logp_TV = model(ids).logits[0].log_softmax(-1)
-    return [logp_TV[place - 1, ids[0, place]].item() for place in range(len(prompt_ids), ids.shape[1])]
 
 
 def test_it_keeps_the_contract_of_clients(client, backend, tmp_path):
@@ -282,7 +269,7 @@ def test_two_ranks_publish_every_way_to_the_server(
     options = {"backend": backend, "sync": {"name": way}, "training.lr": 1e-2, "max_steps": 2}
     options |= {"model.lora": {"rank": 4}} if way == "lora" else {}
     on_ranks(trained, base, tmp_path / "run", {"name": "sglang", "url": client.base_url}, options)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path / "run")
     assert [row.get("mismatch/max", 0) < 1e-4 and "time/verify" in row for row in rows] == [True] * 2
     assert any("mismatch/max" in row for row in rows)
 

@@ -1,9 +1,9 @@
 """A server that sleeps while the trainer has the device, against a stand-in that dies of what SGLang on a GPU dies of."""
 
 import asyncio
-import json
 
 import pytest
+from ended_runs import metrics
 from fault_server import FaultServer, hang, serving, status
 from vowels import Vowels
 
@@ -127,7 +127,7 @@ def test_a_run_starts_with_what_a_killed_run_left(model_dir, tokenizer, tmp_path
         reference = {"algorithm": {"kl_coef": 0.1}, "max_steps": 2}
         trainer(GRPOTrainer, model_dir, tmp_path / "run", server, **reference).train()
         assert (server.deaths, server.asleep, server.paused) == ([], set(), False)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path / "run")
     assert [row["mismatch/max"] < 1e-4 for row in rows if "loss" in row] == [True] * 2
 
 

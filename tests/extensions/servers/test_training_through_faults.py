@@ -1,11 +1,11 @@
 """Whatever happens to its servers on the way, a run ends with the weights of the run that nothing happened to."""
 
-import json
 import math
 import random
 
 import pytest
 import torch
+from ended_runs import TwoTurns, assert_same_weights, metrics, weights
 from fault_server import (
     FaultServer,
     edited,
@@ -22,19 +22,9 @@ from fault_server import (
 from vowels import Vowels
 
 from rl4llm.api import GRPOTrainer
-from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 
 STEPS, PROMPTS, GROUP, TURNS, SERVERS = 4, 3, 4, 2, 3
 REQUESTS = STEPS * PROMPTS * GROUP * TURNS
-
-
-class TwoTurns(BaseMDPEnv):
-    """Ask for more once."""
-
-    continue_truncated = True
-
-    def respond(self, sample):
-        return [ChatMessage("user", "Go on.")]
 
 
 def nan_logprobs(answer):
@@ -108,8 +98,8 @@ def train(base, tokenizer):
                 max_steps=STEPS,
                 **{"env.max_steps": TURNS},
             ).train()
-        steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        return {name: tensor.clone() for name, tensor in done.trainer.backend.weights()}, steps, servers
+        steps = metrics(directory)
+        return weights(done), steps, servers
 
     return run
 
@@ -126,6 +116,4 @@ def test_ten_seeded_faults_do_not_change_the_final_weights(base, train, tmp_path
     assert [(step["trajectories"], step["failures"]) for step in steps] == [(PROMPTS * GROUP, 0)] * STEPS
     for server in servers:
         assert len(set(server.rids)) == len(server.rids)
-    assert quiet.keys() == stormy.keys()
-    for name, tensor in quiet.items():
-        assert torch.equal(tensor, stormy[name]), name
+    assert_same_weights(quiet, stormy)

@@ -222,7 +222,7 @@ def test_a_broken_reply_is_a_failed_attempt(tokenizer, broken):
     assert [name.rpartition("/")[2] for name in names] == ["a0", "a1"]
 
 
-def test_a_completion_across_a_load_is_sampled_again(tokenizer):
+def test_a_completion_across_a_load_or_restart_is_sampled_again(tokenizer):
     server = Server()
 
     def over(reason, loads):
@@ -230,11 +230,18 @@ def test_a_completion_across_a_load_is_sampled_again(tokenizer):
             server.loaded(version)
         return choice([7, 8], reason=reason)
 
+    def restarted():
+        server.workers = [{**server.workers[0], "id": "restarted"}]
+        return choice([7, 8])
+
     # It may have begun after a load; one that a load ended has not, unless there was another load before.
     for number, (reason, loads) in enumerate((("length", (4,)), ("abort", (5, 6)))):
         server.completions = [partial(over, reason, loads), choice([40 + number])]
         found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED), attempts=2)
         assert (found.token_ids, found.version) == ((40 + number,), loads[-1])
+    server.completions = [restarted, choice([50])]
+    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED), attempts=2)
+    assert (found.token_ids, found.version) == ((50,), 6)
 
 
 def test_a_turn_that_a_load_ends_continues(tokenizer):
@@ -288,18 +295,6 @@ def test_a_stop_string_that_a_load_splits_ends_the_turn(tokenizer):
     assert (found.text, found.versions) == ("so ## and more", ())
 
 
-def test_a_completion_across_a_restart_is_sampled_again(tokenizer):
-    server = Server()
-
-    def restarted():
-        server.workers = [{**server.workers[0], "id": "restarted"}]
-        return choice([7, 8])
-
-    server.completions = [restarted, choice([40, 41])]
-    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], SAMPLED), attempts=2)
-    assert (found.token_ids, found.version) == ((40, 41), 3)
-
-
 def test_workers_that_hold_different_versions_hold_none(tokenizer):
     server = Server(workers=2)
     assert play(server, tokenizer, lambda client: client.version()) == 3
@@ -338,7 +333,7 @@ def test_a_temperature_without_log_probs_is_refused(tokenizer):
     [(404, {"detail": "Not Found"}),
      (500, {"error": {"message": "'CPUWorker' object has no attribute 'rl4llm_state'"}})],
 )  # fmt: skip
-def test_a_missing_worker_extension_says_how_to_start_the_server(tokenizer, refusal):
+def test_a_missing_worker_extension_is_not_tried_again(tokenizer, refusal):
     server = Server()
     server.on_collective_rpc = lambda body: refusal
     with pytest.raises(EngineError) as caught:
