@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl4llm.backends.heads import ValueHead
@@ -88,6 +88,7 @@ class DeepSpeedBackend(ModelBackend):
     ):
         if not trains:
             model.requires_grad_(False)
+        parameters = [*model.parameters(), *(() if value_head is None else value_head.parameters())]
         options = OptimizerOptions(**({"lr": 0.0} | optimizer))
         zero = ZeroOptions(zero_stage, offload_optimizer, offload_param)
         self._settings = engine_config(
@@ -95,7 +96,7 @@ class DeepSpeedBackend(ModelBackend):
             zero,
             bf16=model.dtype == torch.bfloat16,
             max_grad_norm=options.max_grad_norm,
-            trained=_count_trained(model, value_head),
+            trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         )
         self.stage: int = self._settings["zero_optimization"]["stage"]
         self.whole = self.stage < 3
@@ -187,9 +188,8 @@ class DeepSpeedBackend(ModelBackend):
         loss = (losses_BT * batch.weights_BT).sum()
         if torch.is_grad_enabled():
             # DeepSpeed averages over the ranks, but losses must be summed; every rank has to run a backward pass.
-            self._engine.backward(
-                nothing_of(numbers_BT) + loss * float(self._ranks.size), scale_wrt_gas=False
-            )
+            total = nothing_of(numbers_BT) + loss * float(self._ranks.size)
+            self._engine.backward(total, scale_wrt_gas=False)
         return of_batch(loss.detach(), metrics, batch)
 
     def optim_step(self) -> dict[str, float]:
@@ -213,11 +213,8 @@ class DeepSpeedBackend(ModelBackend):
         return [self._spec(name, tensor) for name, tensor in (*named.items(), *self._buffers())]
 
     def save(self, directory: Path) -> dict[str, str]:
-        state = {
-            "format": FORMAT,
-            "step": self._optimizer.step_number,
-            "parameter_steps": self._optimizer.steps(),
-        }
+        steps = {"step": self._optimizer.step_number, "parameter_steps": self._optimizer.steps()}
+        state = {"format": FORMAT, **steps}
         if self.adapter is not None:
             state["base"] = self.adapter.base_digest()
         specs = []
@@ -298,7 +295,6 @@ class DeepSpeedBackend(ModelBackend):
         )
 
     def _take_no_step(self) -> None:
-        """Take a whole step whose gradient is 0 everywhere."""
         probe = self._module.runner.probe
         asks_nothing = replace(probe, mask_BT=torch.zeros_like(probe.mask_BT))
         with torch.enable_grad():
@@ -352,12 +348,6 @@ class DeepSpeedBackend(ModelBackend):
         return weights, moments, state
 
 
-def _count_trained(*modules: nn.Module | None) -> int:
-    """Return the number of parameters that train."""
-    parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
-    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-
-
 def _import_deepspeed(settings: Mapping[str, Any]) -> Any:
     deepspeed = needed("deepspeed", "backend.name=deepspeed")  # which takes seconds to import
     if "log_level" not in settings:
@@ -372,9 +362,8 @@ def _import_deepspeed(settings: Mapping[str, Any]) -> Any:
 def _check_device(device: torch.device, deepspeed: Any) -> None:
     accelerator = deepspeed.accelerator.get_accelerator().device_name()
     if device.type != accelerator:
-        raise ConfigError(
-            f"DeepSpeed uses {accelerator}. Set DS_ACCELERATOR={device.type}, or model.device={accelerator}."
-        )
+        settings = f"DS_ACCELERATOR={device.type}, or model.device={accelerator}"
+        raise ConfigError(f"DeepSpeed uses {accelerator} on this machine. Set {settings}.")
 
 
 def _join_alone(device: torch.device) -> None:

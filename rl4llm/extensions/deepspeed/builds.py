@@ -32,10 +32,13 @@ def locks(root: Path) -> list[Path]:
 
 def remove_dead_locks(root: Path) -> list[Path]:
     """Remove locks older than `STALE_S` whose extension no process on this machine is compiling; return their paths."""
-    dead = [lock for lock in locks(root) if _age(lock) > STALE_S and not _has_builder(lock.parent)]
-    for lock in dead:
-        lock.unlink(missing_ok=True)
-        logger.warning("Removed %s: the process that compiled this extension was killed.", lock)
+    dead = []
+    for lock in locks(root):
+        with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
+            if time.time() - lock.stat().st_mtime > STALE_S and not _has_builder(lock.parent):
+                lock.unlink()
+                dead.append(lock)
+                logger.warning("Removed %s: the process that compiled this extension was killed.", lock)
     return dead
 
 
@@ -91,14 +94,6 @@ def _interruptible() -> Iterator[None]:
 def _state(root: Path) -> str:
     names = [str(lock.parent) for lock in locks(root)]
     return f"Compiling: {', '.join(names)}." if names else f"No extension is being compiled in {root}."
-
-
-def _age(lock: Path) -> float:
-    """Return the seconds since a lock was taken; 0 if it was released meanwhile."""
-    try:
-        return time.time() - lock.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def _has_builder(directory: Path) -> bool:

@@ -56,11 +56,8 @@ class ZeroOptions:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> ZeroOptions:
         """Read the keys of the section `backend`."""
-        return cls(
-            options.get("zero_stage"),
-            bool(options.get("offload_optimizer")),
-            bool(options.get("offload_param")),
-        )
+        offloads = [bool(options.get(key)) for key in ("offload_optimizer", "offload_param")]
+        return cls(options.get("zero_stage"), *offloads)
 
 
 def engine_config(
@@ -75,9 +72,8 @@ def engine_config(
 
     `trained` is the number of values that train; `max_grad_norm` is None where a configuration is only checked.
     """
-    config = _without_auto(
-        {key: value for key, value in _read(source).items() if not _is_ours_to_set(key, value)}
-    )
+    settings = _read(source).items()
+    config = _without_auto({key: value for key, value in settings if not _is_ours_to_set(key, value)})
     section = config.pop("bfloat16", None) or config.get("bf16", {})
     sharding = config.get("zero_optimization", {})
     _check_agreement(
@@ -116,19 +112,15 @@ def check_leaves(zero: Mapping[str, Any], dtype: str, reference: bool) -> None:
 
 
 def _read(source: Source) -> dict[str, Any]:
-    loaded = (
-        OmegaConf.load(source) if isinstance(source, str | Path) else OmegaConf.create(dict(source or {}))
-    )
-    return cast(dict[str, Any], OmegaConf.to_container(loaded))
+    if isinstance(source, str | Path):
+        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(source)))
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(dict(source or {}))))
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     """Drop the values "auto", which other trainers fill in; DeepSpeed itself does not know the word."""
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if value != "auto"
-    }
+    values = {key: value for key, value in config.items() if value != "auto"}
+    return {key: _without_auto(item) if isinstance(item, dict) else item for key, item in values.items()}
 
 
 def _is_ours_to_set(key: str, value: Any) -> bool:
@@ -160,9 +152,7 @@ def _zero(section: dict[str, Any], zero: ZeroOptions, trained: int) -> dict[str,
         if is_set:
             section[key] = {"device": "cpu"} | section.get(key, {})
         if section.get(key, {}).get("device", "none") != "none" and stage < lowest:
-            raise ConfigError(
-                f"{key} has no effect with zero_stage={stage}. Set zero_stage to {lowest} or above."
-            )
+            raise ConfigError(f"{key} has no effect with zero_stage={stage}. Set it to {lowest} or above.")
     return section
 
 

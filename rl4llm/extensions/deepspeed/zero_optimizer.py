@@ -60,10 +60,7 @@ class NoOptimizer:
         for name, moment in product(steps, MOMENT_NAMES):
             key = f"{name}.{moment}"
             if key not in moments or tuple(moments.shape(key)) != shapes.get(name):
-                expected = shapes.get(name, "no such parameter")
-                raise CheckpointError(
-                    f"The optimizer state does not fit this run: {key}, expected {expected}."
-                )
+                raise CheckpointError(f"The optimizer state does not fit: {key} must be {shapes.get(name)}.")
 
     def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
         """Do nothing: there is no state."""
@@ -150,11 +147,9 @@ class ZeroOptimizer(NoOptimizer):
                 yield f"{name}.{moment}", self.master(self._parameters[name], moment)
 
     def moment_specs(self) -> list[TensorSpec]:
-        return [
-            TensorSpec(f"{name}.{moment}", whole_shape(self._parameters[name]), torch.float32)
-            for name in self.steps()
-            for moment in MOMENT_NAMES
-        ]
+        shapes = {name: whole_shape(self._parameters[name]) for name in self.steps()}
+        pairs = product(shapes, MOMENT_NAMES)
+        return [TensorSpec(f"{name}.{moment}", shapes[name], torch.float32) for name, moment in pairs]
 
     def restore(self, moments: TensorFile, steps: Mapping[str, int], step_number: int) -> None:
         if not self._linked:
@@ -221,7 +216,6 @@ class ZeroOptimizer(NoOptimizer):
                 state[name] = tensor.to(device)
 
     def _values(self, parameter: Any, moment: str | None) -> Tensor:
-        """Return this rank's values of a parameter or moment."""
         if hasattr(parameter, "ds_id"):
             return self._access("get_local", moment)(parameter, *((moment,) if moment else ()))
         part = self._own[id(parameter)]

@@ -128,10 +128,8 @@ class GatheredAdapter(BaseAdapter):
                 yield next(inner)
 
     def specs(self) -> list[TensorSpec]:
-        return [
-            TensorSpec(spec.name, whole_shape(parameter), parameter.dtype)
-            for spec, parameter in zip(self._inner.specs(), self._own, strict=True)
-        ]
+        pairs = zip(self._inner.specs(), self._own, strict=True)
+        return [TensorSpec(spec.name, whole_shape(tensor), tensor.dtype) for spec, tensor in pairs]
 
     def write_config(self, directory: Path) -> None:
         self._inner.write_config(directory)

@@ -131,10 +131,12 @@ class LLMJudge(BaseBatchReward):
         """Return one score per sample, or a RewardFailure if the judge gave no verdict."""
         cases = [_case(sample) for sample in samples]
         settled = [self._settle(sample, case) for sample, case in zip(samples, cases, strict=True)]
-        asked = {self._key(case): case for case, score in zip(cases, settled, strict=True) if score is None}
+        open_cases = {
+            self._key(case): case for case, score in zip(cases, settled, strict=True) if score is None
+        }
         self._refused.clear()
-        judged = run(self._judge_all(asked)) if asked else []
-        verdicts: dict[str, Scores | RewardFailure] = dict(zip(asked, judged, strict=True))
+        judged = run(self._judge_all(open_cases)) if open_cases else []
+        verdicts: dict[str, Scores | RewardFailure] = dict(zip(open_cases, judged, strict=True))
         results: list[float | RewardFailure] = []
         for sample, case, score in zip(samples, cases, settled, strict=True):
             verdict = verdicts[self._key(case)] if score is None else score
@@ -224,17 +226,13 @@ class LLMJudge(BaseBatchReward):
             f"{f'Said by {role}:' if role else 'Answer to grade:'}\nBEGIN-{mark}\n{text}\nEND-{mark}"
             for role, text in case.lines
         )
-        messages = [
-            {"role": "system", "content": rules},
-            {"role": "user", "content": f"Task:\n{case.question}\n\n{reference}{answers}"},
-        ]
-        return {"messages": messages, "max_tokens": self._max_tokens}
+        task = {"role": "user", "content": f"Task:\n{case.question}\n\n{reference}{answers}"}
+        return {"messages": [{"role": "system", "content": rules}, task], "max_tokens": self._max_tokens}
 
     def _verdict(self, text: str, label: str) -> float:
         """Return the score in the judge's text. Raises UnreachableError, which is retried, if there is none."""
-        verdicts = re.findall(
-            rf"VERDICT-{re.escape(label)}\W{{0,8}}?(-?\d{{1,9}}(?:\.\d{{1,9}})?)[^\w\n]*$", text, re.MULTILINE
-        )
+        number = r"(-?\d{1,9}(?:\.\d{1,9})?)"
+        verdicts = re.findall(rf"(?m)VERDICT-{re.escape(label)}\W{{0,8}}?{number}[^\w\n]*$", text)
         if not verdicts or not self.lowest <= float(verdicts[-1]) <= self.highest:
             ending = f"a line 'VERDICT-{label}: N' with N from {self.lowest} to {self.highest}"
             raise UnreachableError(f"its reply lacks {ending}: {text[-200:]!r}")

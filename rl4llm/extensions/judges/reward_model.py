@@ -55,9 +55,8 @@ class LearnedReward(BaseBatchReward):
         super().__init__(name)
         model = load_model(path, dtype=dtype, device=device, values=True)
         if stored_score(path) is None:
-            raise ModelError(
-                f"{path!r} is not a reward model. Accepted: a ...ForSequenceClassification with one label."
-            )
+            accepted = "a ...ForSequenceClassification with one label"
+            raise ModelError(f"{path!r} is not a reward model. Accepted: {accepted}.")
         tokenizer = load_tokenizer(path)
         self._backend = TorchBackend(model, value_head=load_value_head(path, model), lr=0.0)
         self._renderer = Renderer(
@@ -76,16 +75,13 @@ class LearnedReward(BaseBatchReward):
     def _rendered(self, sample: SampleState) -> Trajectory | RewardFailure:
         try:
             renderer = self._renderer.of_row(sample.columns)
-            whole = demonstration(
-                renderer, sample.messages, sample.prompt_id, prompt_size=sample.init_msg_size
-            )
+            prompt_size = sample.init_msg_size
+            whole = demonstration(renderer, sample.messages, sample.prompt_id, prompt_size=prompt_size)
         except (DataError, TemplateError) as error:
             return RewardFailure(f"the reward model's template cannot render the conversation: {error}")
         if whole.num_tokens > self._context_length:
-            return RewardFailure(
-                f"the conversation has {whole.num_tokens} tokens, more than the reward model's context of "
-                f"{self._context_length}"
-            )
+            lengths = f"{whole.num_tokens} tokens, more than the {self._context_length}"
+            return RewardFailure(f"the conversation has {lengths} of the reward model's context")
         return valued_at_the_end(whole, self._renderer)
 
     def _values(self, trajectories: Sequence[Trajectory]) -> list[float]:

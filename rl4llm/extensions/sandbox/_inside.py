@@ -74,9 +74,8 @@ def _tagged(value, depth):
         if isinstance(value, kind):
             return kind.__name__, "[" + ",".join([encoded(item, depth) for item in value]) + "]"
     if isinstance(value, dict):
-        return "dict", "[" + ",".join(
-            [f"[{encoded(key, depth)},{encoded(value[key], depth)}]" for key in value]
-        ) + "]"
+        pairs = [f"[{encoded(key, depth)},{encoded(value[key], depth)}]" for key in value]
+        return "dict", "[" + ",".join(pairs) + "]"
     if isinstance(value, bytes | bytearray):
         return type(value).__name__, quoted(value.decode("latin-1"))
     if isinstance(value, complex):
@@ -160,7 +159,6 @@ class MessagePipe:
         return eval(line, dict(CONSTANTS))
 
     def send(self, line):
-        """Write a whole line."""
         data = line.encode() + b"\n"
         while data:
             data = data[os.write(self.target, data) :]
@@ -212,13 +210,10 @@ def lend(job, code, namespace):
 
 
 def names_in(parts):
-    """Return the names that compiled code and the functions in it use."""
     names = set()
     for part in parts:
-        names |= {
-            *part.co_names,
-            *names_in([item for item in part.co_consts if isinstance(item, type(part))]),
-        }
+        functions = [item for item in part.co_consts if isinstance(item, type(part))]
+        names |= {*part.co_names, *names_in(functions)}
     return names
 
 

@@ -10,17 +10,17 @@ import _thread
 
 def keep_objects(module):
     """Let tests hold objects of the program: they are kept here, and the tests get their numbers."""
-    kept, numbers = [], {}
+    objects, numbers = [], {}
 
     def sent(value):
         if id(value) not in numbers:
-            numbers[id(value)] = len(kept)
-            kept.append(value)
+            numbers[id(value)] = len(objects)
+            objects.append(value)
         return f"[{numbers[id(value)]:d},{quoted(type(value).__name__[:100])}]"
 
     def received(content):
         number, name = content
-        return function_of(module, name) if number < 0 else kept[number]
+        return function_of(module, name) if number < 0 else objects[number]
 
     HANDLES.update(types=(), sent=sent, received=received)
 
@@ -87,11 +87,9 @@ class Proxy:
     def __getattr__(self, name):
         if name[:2] == "__" and name != "__name__":
             raise AttributeError(name)
-        return (
-            ask(self._channel, ":getattr", (self, name), {})
-            if name == "__name__"
-            else getattr(self._global(), name)
-        )
+        if name == "__name__":
+            return ask(self._channel, ":getattr", (self, name), {})
+        return getattr(self._global(), name)
 
     def _global(self):
         return trusted(ask(self._channel, ":global", (self._name,), {}), self._name[:1].isupper())
@@ -115,37 +113,29 @@ class Remote:
     like its methods' results: it may say whether it is true and what it contains, and answer as a text or a list does.
     """
 
+    _trusted = _doubted = False
+    _most = 1
+
     def __init__(self, channel, number, name):
-        state = {
-            "channel": channel,
-            "number": number,
-            "name": name,
-            "trusted": False,
-            "doubted": False,
-            "ahead": [],
-            "most": 1,
-        }
-        for key, value in state.items():
-            object.__setattr__(self, f"_{key}", value)
+        for key, value in {"_channel": channel, "_number": number, "_name": name, "_ahead": []}.items():
+            object.__setattr__(self, key, value)
 
     def _ask(self, name, *args):
         return trusted(ask(self._channel, name, (self, *args), {}), self._trusted)
 
     def __call__(self, *args, **kwargs):
-        made = ask(self._channel, ":call", (self, *args), kwargs)
-        if self._doubted and isinstance(made, bool):
-            raise TypeError(
-                f"a function returned a {self._doubted}, which cannot say whether the test passes"
-            )
-        return trusted(made, self._trusted)
+        value = ask(self._channel, ":call", (self, *args), kwargs)
+        if self._doubted and isinstance(value, bool):
+            raise TypeError(f"a {self._doubted} of a function cannot say whether the test passes")
+        return trusted(value, self._trusted)
 
     def __getattr__(self, name):
         if name[:2] == "__":
             raise AttributeError(f"{self._name}.{name}")
-        made = self._ask(":getattr", name)
-        if isinstance(made, Remote) and not self._trusted and any(hasattr(kind, name) for kind in LITERALS):
-            object.__setattr__(made, "_doubted", self._name)
-        return made
+        value = self._ask(":getattr", name)
+        if isinstance(value, Remote) and not self._trusted and any(hasattr(kind, name) for kind in LITERALS):
+            object.__setattr__(value, "_doubted", self._name)
+        return value
 
     def __setattr__(self, name, value):
         self._ask(":setattr", name, value)
@@ -158,15 +148,15 @@ class Remote:
 
     def _only_trusted(self, name, *args):
         if not self._trusted:
-            raise TypeError(f"a function returned a {self._name}, which cannot say whether the test passes")
+            raise TypeError(f"a {self._name} of a function cannot say whether the test passes")
         return self._ask(name, *args) is True
 
     def __eq__(self, other):
         if stays_there(self, type(other)):
             raise NotALiteral(f"the test compares a {self._name}, which cannot leave the program")
-        return isinstance(other, Remote) and (
-            self._number == other._number or self._ask(":eq", other) is True
-        )
+        if not isinstance(other, Remote):
+            return False
+        return self._number == other._number or self._ask(":eq", other) is True
 
     def __hash__(self):
         return self._number
@@ -177,9 +167,8 @@ class Remote:
     def __next__(self):
         if not self._ahead:
             self._ahead.extend(self._ask(":next", self._most))
-            most = (
-                2 * self._most if self._name in PLAIN_ITERATORS else 1
-            )  # others have a state that tests may read
+            # other iterators have a state that tests may read
+            most = 2 * self._most if self._name in PLAIN_ITERATORS else 1
             object.__setattr__(self, "_most", min(most, MOST_ITEMS))
         if not self._ahead:
             raise StopIteration
@@ -253,8 +242,8 @@ def add_operators():
         def operate(self, other):
             if not (self._trusted or isinstance(other, Remote)):  # `other` may be the expected value
                 return NotImplemented
-            made = self._ask(f":{name}", other)
-            return made if isinstance(made, Remote) else NotImplemented
+            value = self._ask(f":{name}", other)
+            return value if isinstance(value, Remote) else NotImplemented
 
         return operate
 
@@ -316,30 +305,27 @@ def error_of(reply):
     """Return the exception for one of the program: of all its classes that the tests know, else a RuntimeError."""
     kinds = [kind.rpartition(".") for kind in reply["error"].split(",")]
     never = {kind.__name__ for kind in NEVER_PASSED_ON} - CAUGHT
-    known = [ERRORS[name] for _, _, name in kinds if name in ERRORS]
-    known += [kind for kind in map(python_error, kinds) if kind is not None][:1]
-    made, values = reply.get("made"), decoded(reply.get("values", []))
-    if made is None or not known or never & {name for _, _, name in kinds}:
+    classes = [ERRORS[name] for _, _, name in kinds if name in ERRORS]
+    classes += [kind for kind in map(python_error, kinds) if kind is not None][:1]
+    error, values = reply.get("made"), decoded(reply.get("values", []))
+    if error is None or not classes or never & {name for _, _, name in kinds}:
         return RuntimeError(reply["reason"])
-    if len(known) > 1:
+    if len(classes) > 1:
         text = reply["reason"].partition(": ")[2]
-        methods = {
-            "__str__": lambda self: text,
-            "__getattr__": lambda self, name: getattr(decoded(made), name),
-        }
-        known = [type(kinds[0][2], tuple(known), methods)]
+        methods = {"__str__": lambda _: text, "__getattr__": lambda _, name: getattr(decoded(error), name)}
+        classes = [type(kinds[0][2], tuple(classes), methods)]
     try:
-        return known[0](*values)
+        return classes[0](*values)
     except Exception:  # noqa: BLE001 - its class takes others
-        return known[0].__new__(known[0], *values)
+        return classes[0].__new__(classes[0], *values)
 
 
 def python_error(kind):
     """Return an exception of Python, or one of its modules that the tests catch."""
     module, _, name = kind
-    found = getattr(builtins, name, None) or (name in CAUGHT and getattr(sys.modules.get(module), name, None))
+    cls = getattr(builtins, name, None) or (name in CAUGHT and getattr(sys.modules.get(module), name, None))
     passed = (Exception, SystemExit) if name in CAUGHT else Exception
-    return found if isinstance(found, type) and issubclass(found, passed) and name not in ERRORS else None
+    return cls if isinstance(cls, type) and issubclass(cls, passed) and name not in ERRORS else None
 
 
 CHANGEABLE = (list, dict, set, bytearray)

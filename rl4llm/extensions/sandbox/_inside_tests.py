@@ -190,12 +190,12 @@ def run_function(test):
         ]
         rows = [{**row, **dict(zip(names, values, strict=True))} for row in rows for values in sets]
     code = getattr(test, "__code__", None)
-    wanted = code.co_varnames[hasattr(test, "__self__") : code.co_argcount] if code else ()
-    if rows and (unset := set(wanted) - rows[0].keys()):
+    arguments = code.co_varnames[hasattr(test, "__self__") : code.co_argcount] if code else ()
+    if rows and (unset := set(arguments) - rows[0].keys()):
         raise NotALiteral(f"the fixtures {sorted(unset)} of pytest are not supported")
     for row in rows:
-        if made := test(**row):
-            __import__("asyncio").run(made)
+        if coroutine := test(**row):
+            __import__("asyncio").run(coroutine)
 
 
 def main():

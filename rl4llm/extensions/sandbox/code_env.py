@@ -76,11 +76,9 @@ class CodeEnv(BaseMDPEnv):
         tests = self.known_tests(sample)
         if tests is None and isinstance(stored_tests(sample.ground_truth, sample.columns), Stdin):
             return []
-        reply = self.program_text(sample)
+        arguments = self.sandbox, self.limits, self.program_text(sample), tests, sample.columns
         async with self._slot():
-            run = await self.off_loop(
-                lambda: run_reply(self.sandbox, self.limits, reply, tests, sample.columns)
-            )
+            run = await self.off_loop(lambda: run_reply(*arguments))
         status = run.outcome and run.outcome.status
         if run.outcome and status == "infra_error":
             sample.fail(f"the sandbox or the visible tests do not work: {run.outcome.reason}", "env/sandbox")
@@ -116,13 +114,11 @@ class CodeEnv(BaseMDPEnv):
 
 
 def _failure(run: CodeRun) -> str:
-    """Return the message about a program that did not pass."""
     outcome = run.outcome
     if outcome is None:
         return NO_CODE if run.note == "no_code" else f"The program was not run: {run.note}."
     for number, test in enumerate(outcome.tests, 1):
         if not test.passed:
             return f"Test {number} of {len(outcome.tests)} failed:\n{test.shown or test.reason}"
-    return (
-        f"The program failed:\n{shortened(outcome.stderr.strip(), SHOWN_TRACE, end=True) or outcome.reason}"
-    )
+    trace = shortened(outcome.stderr.strip(), SHOWN_TRACE, end=True)
+    return f"The program failed:\n{trace or outcome.reason}"

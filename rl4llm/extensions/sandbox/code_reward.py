@@ -97,14 +97,14 @@ class CodeReward(BaseBatchReward):
 
     def examples(self) -> Sequence[RewardExample]:
         """Return a right and a wrong function for asserts, and a right and a wrong program for inputs and outputs."""
-        wrong = self.syntax_weight + self.format_weight
+        least = self.syntax_weight + self.format_weight
         asserts = "assert double(2) == 4\nassert double(-1) == -2"
         texts = {"inputs": ["3\n"], "outputs": ["6\n"]}
-        cases = [
+        cases = [  # the code in a block, its tests and its score
             ("def double(x):\n    return 2 * x", asserts, 1.0),
-            ("def double(x):\n    return x * x + 1", asserts, wrong),
+            ("def double(x):\n    return x * x + 1", asserts, least),
             ("print(2 * int(input()))", texts, 1.0),
-            ("print(int(input()))", texts, wrong),
+            ("print(int(input()))", texts, least),
         ]
         return [
             RewardExample([ChatMessage("assistant", f"```python\n{code}\n```")], tests, score)

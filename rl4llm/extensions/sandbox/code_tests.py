@@ -12,7 +12,7 @@ from typing import Any
 from rl4llm.core.errors import DataError
 from rl4llm.core.message import after_thinking
 from rl4llm.extensions.sandbox import Asserts, Calls, Limits, Outcome, Program, Sandbox, Stdin, Suite
-from rl4llm.extensions.sandbox.layouts import ACCEPTED, Tests, function_name, read_tests
+from rl4llm.extensions.sandbox.layouts import Tests, function_name, read_tests
 from rl4llm.extensions.sandbox.units import expected_names
 
 MAX_CHARS = 100_000
@@ -134,7 +134,7 @@ def stored_tests(stored: Any, columns: Mapping[str, Any], column: str = "ground_
     except UNREADABLE as error:
         problem = f"{type(error).__name__}: {error}"[:400]
         raise DataError(
-            f"{column}={stored!r:.200} has no tests ({problem}). Accepted: {ACCEPTED}."
+            f"{column}={stored!r:.200} has no tests: {problem}. docs/programs.md lists the layouts."
         ) from error
 
 

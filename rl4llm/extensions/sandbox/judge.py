@@ -163,8 +163,8 @@ def _stdin(candidate: Candidate, tests: Stdin) -> Outcome:
             elif not same_text(out, expected):
                 status, reason = "wrong", "the output is another one"
                 trace = f"Expected output:\n{_brief(expected)}\nOutput:\n{_brief(out)}"
-        shown = "" if status == "ok" else f"Input:\n{_brief(stdin)}\n{trace}"
-        results.append(TestResult(f"input {number}", status, reason, shown))
+        message = "" if status == "ok" else f"Input:\n{_brief(stdin)}\n{trace}"
+        results.append(TestResult(f"input {number}", status, reason, message))
     return _outcome(results, candidate.parsed)
 
 
@@ -191,13 +191,12 @@ def _calls(candidate: Candidate, tests: Calls) -> Outcome:
             status, reason = _compared(reply, case.expected, tests.judge)
         except Ended as ended:
             reply, status, reason = {"ended": ended.reason}, ended.status, ended.reason
-        shown = f"{_exchange(case.fn, request, reply)}\nExpected: {_brief(repr(case.expected))}"
-        results.append(TestResult(f"call {number}", status, reason, shown if status != "ok" else ""))
+        message = f"{_exchange(case.fn, request, reply)}\nExpected: {_brief(repr(case.expected))}"
+        results.append(TestResult(f"call {number}", status, reason, message if status != "ok" else ""))
     return _outcome(results, candidate.parsed)
 
 
 def _exchange(fn: str, request: Mapping[str, Any], reply: Mapping[str, Any]) -> str:
-    """Return a call and its result as one line."""
     arguments = [_value(item) for item in request["args"]]
     arguments += [f"{key}={_value(item)}" for key, item in request["kwargs"].get("dict", ())]
     call = f"{fn.lstrip(':')}({_brief(', '.join(arguments))})"
@@ -208,7 +207,6 @@ def _exchange(fn: str, request: Mapping[str, Any], reply: Mapping[str, Any]) -> 
 
 
 def _value(wired: Any) -> str:
-    """Return the Python notation of a value."""
     try:
         return _brief(repr(decode(wired)))
     except WireError as error:
@@ -279,8 +277,8 @@ def _result(message: Mapping[str, Any], exchange: tuple[str, Any, Any] | None) -
     if status == "ok":
         return TestResult(message["test"], status)
     is_shown = call and (reason == "AssertionError: " or reason.partition(": ")[2] in call)
-    shown = (_brief(message.get("source", "")), call, "" if is_shown else _brief(reason))
-    return TestResult(message["test"], status, reason, "\n".join(filter(None, shown)))
+    lines = (_brief(message.get("source", "")), call, "" if is_shown else _brief(reason))
+    return TestResult(message["test"], status, reason, "\n".join(filter(None, lines)))
 
 
 def _passed_on(candidate: Candidate, message: dict[str, Any]) -> dict[str, Any]:

@@ -19,16 +19,7 @@ from rl4llm.extensions.sandbox import Asserts, Call, Calls, Stdin, Suite
 from rl4llm.extensions.sandbox.units import bound_names, statements
 
 Tests = Asserts | Calls | Stdin | Suite
-ACCEPTED = (
-    "assert statements, a function check(candidate) or functions test_... as text; a list of assert statements; "
-    "{'inputs': [...], 'outputs': [...]} with 'fn_name' for calls, without it for programs that read and print; "
-    "a list of {'input', 'output'} with 'testtype' (stdin, functional) or 'type' (stdin_stdout, function_call); "
-    "a list of {'fn', 'args', 'expected'}; {'files': {name: text}, 'required': [ids]}"
-)
-PICKLED = (
-    "they are a pickle, which is never loaded, because it may run any code. If you trust its source, store JSON instead: "
-    "json.loads(pickle.loads(zlib.decompress(base64.b64decode(text))))"
-)
+PICKLED = "they are a pickle, which may run any code and is never loaded; store the JSON in it"
 TEST_FILE = "test_solution.py"
 _READING = ("stdin", "stdin_stdout")
 _CALLING = ("functional", "function_call")
@@ -198,9 +189,7 @@ def _from_cases(cases: Sequence[Any], columns: Mapping[str, Any]) -> Calls | Std
     if kind not in (None, *(_CALLING if name else _READING)):
         raise ValueError(f"the type {kind!r} of a test is unknown, or does not fit to its function {name!r}")
     pairs = [(row["input"], row["output"]) for row in rows]
-    return (
-        _calls(name, pairs) if name else Stdin(tuple((_text(text), _text(answer)) for text, answer in pairs))
-    )
+    return _calls(name, pairs) if name else Stdin(tuple((_text(text), _text(out)) for text, out in pairs))
 
 
 def _fields(test: Mapping[str, Any], accepted: Sequence[str]) -> dict[str, Any]:
@@ -223,10 +212,8 @@ def _function_in(row: Mapping[str, Any]) -> str:
 def _calls(name: str, pairs: Sequence[tuple[Any, Any]]) -> Calls:
     """Make calls of inputs and outputs: lists of arguments, or a text with one argument per line, as JSON."""
     cases = [_call(function_name(name), arguments, expected) for arguments, expected in pairs]
-    wrapped = all(
-        not isinstance(arguments, str) and isinstance(expected, list) and len(expected) == 1
-        for arguments, expected in pairs
-    )
+    is_list = [not isinstance(arguments, str) and isinstance(answer, list) for arguments, answer in pairs]
+    wrapped = all(is_list) and all(len(answer) == 1 for _, answer in pairs)
     return Calls(tuple(cases), judge="wrapped" if wrapped else "json")
 
 
@@ -236,11 +223,11 @@ def _call(name: str, arguments: Any, expected: Any) -> Call:
         return Call(name, tuple(map(json.loads, lines)), json.loads(expected))
     if not isinstance(arguments, Sequence):
         raise TypeError(f"the input {arguments!r:.60} of a call is not a list of arguments")
-    first, *others = arguments or [None]
-    if isinstance(first, Mapping):
+    values = list(arguments)
+    if values and isinstance(values[0], Mapping):
         with contextlib.suppress(ValueError):  # JSON made texts of whole numbers, as the judge of APPS knows
-            first = {int(key): value for key, value in first.items()}
-    return Call(name, (first, *others) if arguments else (), expected)
+            values[0] = {int(key): value for key, value in values[0].items()}
+    return Call(name, tuple(values), expected)
 
 
 def _text(value: Any) -> str:

@@ -45,9 +45,8 @@ def mounted(entries: Iterable[str]) -> tuple[tuple[Mounted, ...], tuple[str, ...
 def import_paths(mounts: Sequence[Mounted], own_files: bool) -> list[str]:
     """Return the entries of `sys.path`; a level without separate files imports what is mounted from where it is."""
     places = {mount: INSIDE if own_files else os.path.dirname(mount.host) for mount in mounts}
-    return list(
-        dict.fromkeys(mount.host if mount.inside == mount.host else places[mount] for mount in mounts)
-    )
+    places |= {mount: mount.host for mount in mounts if mount.inside == mount.host}
+    return list(dict.fromkeys(places.values()))
 
 
 def _with_dependencies(name: str, seen: set[str]) -> Iterable[str]:

@@ -31,9 +31,7 @@ from rl4llm.extensions.sandbox.remote import ELSEWHERE, GRACE_S, RemoteSlot
 ATTEMPTS = 3
 SLOT_TIMEOUT_S = 1800.0
 _ROOT = str(Path(__file__).parents[3])
-_MAIN = (
-    "import sys; sys.path.insert(0, {root!r}); from rl4llm.extensions.sandbox.supervisor import main; main()"
-)
+_MAIN = "import sys; sys.path.insert(0, {!r}); from rl4llm.extensions.sandbox import supervisor; supervisor.main()"
 logger = logging.getLogger(__name__)
 
 
@@ -78,9 +76,7 @@ class Sandbox:
         self.allow_weak = allow_weak
         self.slots = slots
         if self._elsewhere is not None and packages:
-            raise ConfigError(
-                f"sandbox.packages has no effect with sandbox.level={level!r}: install them there."
-            )
+            raise ConfigError(f"sandbox.packages has no effect with {level=}: install them there.")
         self._entries = tuple(packages)
         self.packages, self._modules = mounted(packages)
         self.loopback = loopback
@@ -249,9 +245,7 @@ class _Slot:
     def _start(self) -> Connection[Any, Any]:
         python = find_python(self.uid)
         if python is None:
-            raise OSError(
-                f"other users can run neither {sys.executable} nor /usr/bin/python3; install python3"
-            )
+            raise OSError(f"not all users can run {sys.executable} or /usr/bin/python3")
         for host in (mount.host for mount in self.packages):
             if not may_use(host if os.path.isdir(host) else os.path.dirname(host), self.uid):
                 raise OSError(f"sandbox.packages: other users cannot read {host}")
@@ -260,7 +254,7 @@ class _Slot:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the supervisor
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _MAIN.format(root=_ROOT)],
+                [sys.executable, "-I", "-c", _MAIN.format(_ROOT)],
                 stdin=theirs.fileno(),
                 stdout=self.log,
                 stderr=self.log,
@@ -273,7 +267,6 @@ class _Slot:
         return self.channel
 
     def _output(self) -> str:
-        """Return the end of what the supervisor printed."""
         if self.process is None:
             return ""
         self.log.seek(0)

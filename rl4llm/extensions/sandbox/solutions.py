@@ -66,7 +66,10 @@ class Solutions:
             for key, fault in zip(new, threads.map(self._run, new.values()), strict=True):
                 if fault is not None:
                     self._faults[key] = fault
-                    _store(cache, key, fault)
+                    with contextlib.suppress(OSError):  # a home that cannot be written costs another trial
+                        cache.parent.mkdir(parents=True, exist_ok=True)
+                        with cache.open("a", encoding="utf-8") as lines:
+                            lines.write(json.dumps({"key": key, "fault": fault}) + "\n")
         return {number: self._faults[key] for number, key in keys.items() if self._faults.get(key)}
 
     def _key(self, trials: Trials) -> str:
@@ -115,10 +118,3 @@ def _stored(cache: Path) -> dict[str, str]:
                 entry = json.loads(line)
                 faults[str(entry["key"])] = str(entry["fault"])
     return faults
-
-
-def _store(cache: Path, key: str, fault: str) -> None:
-    with contextlib.suppress(OSError):  # a home that cannot be written costs another trial
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with cache.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"key": key, "fault": fault}) + "\n")

@@ -59,7 +59,7 @@ class Station:
         try:
             cell.end()
         finally:
-            end_strays({other.process.pid for other in (*self._ahead, *self._used)})
+            end_strays({running.process.pid for running in (*self._ahead, *self._used)})
 
     def end_used(self) -> None:
         for cell in list(self._used):

@@ -172,7 +172,6 @@ def _builtin_meant(tests: Asserts) -> str:
 
 
 def _caught(leaves: Sequence[ast.AST]) -> Iterator[str]:
-    """Yield the names of exceptions that tests expect."""
     for leaf in leaves:
         match leaf:
             case ast.ExceptHandler(type=ast.expr() as caught):

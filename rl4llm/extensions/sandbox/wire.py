@@ -161,15 +161,13 @@ def same_text(printed: str, expected: str) -> bool:
     `agrees` where a fraction is expected; 007 is text. The case of letters counts.
     """
     lines = [[line.split() for line in text.splitlines() if line.strip()] for text in (printed, expected)]
-    return len(lines[0]) == len(lines[1]) and all(map(_same_line, *lines))
+    return len(lines[0]) == len(lines[1]) and all(
+        line == answer or (len(line) == len(answer) and all(map(_same_token, line, answer)))
+        for line, answer in zip(*lines, strict=True)
+    )
 
 
 _NUMBER = re.compile(r"[+-]?(?=\.?[0-9])(0|[1-9][0-9]{0,9999})?(\.[0-9]{0,9999})?([eE][+-]?[0-9]{1,3})?")
-
-
-def _same_line(printed: list[str], expected: list[str]) -> bool:
-    """Return whether two lines have the same tokens."""
-    return printed == expected or (len(printed) == len(expected) and all(map(_same_token, printed, expected)))
 
 
 def _same_token(printed: str, expected: str) -> bool:
@@ -183,18 +181,16 @@ def _same_token(printed: str, expected: str) -> bool:
 
 def _near(value: Any, expected: Any) -> bool:
     """Return whether a number is close to a fraction; both may be infinite or NaN."""
-    if not (_finite(value) and _finite(expected)):
+    if not (_is_finite(value) and _is_finite(expected)):
         return bool(value == expected) or (value != value and expected != expected)
     value, expected = Fraction(value), Fraction(expected)
     return bool(abs(value - expected) <= min(RELATIVE * abs(expected) + ABSOLUTE, LARGEST))
 
 
-def _finite(number: Any) -> bool:
-    return (
-        math.isfinite(number)
-        if isinstance(number, float)
-        else not isinstance(number, Decimal) or number.is_finite()
-    )
+def _is_finite(number: Any) -> bool:
+    if isinstance(number, Decimal):
+        return number.is_finite()
+    return not isinstance(number, float) or math.isfinite(number)
 
 
 def _pairs(content: Any) -> dict[Any, Any]:
@@ -230,7 +226,6 @@ _MAKERS = {
 
 
 def _handle(number: Any, name: Any) -> Handle:
-    """Return the handle of an object that stays in the sandbox."""
     if type(number) is not int or not isinstance(name, str):
         raise WireError("an object without a number")
     return Handle(number, name[:100])

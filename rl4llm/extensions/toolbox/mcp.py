@@ -151,9 +151,8 @@ class _Session:
             self.offered = self._ready.result(timeout_s)
         except TimeoutError as error:
             self.close()
-            raise EnvError(
-                f"mcp: {self._where} did not say what it offers within {timeout_s:g} s.{self._said()}"
-            ) from error
+            reason = f"did not say what it offers within {timeout_s:g} s.{self._said()}"
+            raise EnvError(f"mcp: {self._where} {reason}") from error
         except Exception as error:
             raise EnvError(f"mcp: no connection to {self._where}: {_cause(error)}.{self._said()}") from error
 
@@ -170,9 +169,7 @@ class _Session:
                 raise ToolError(str(error)) from error
             self.over = True
             self._stop()
-            raise EnvError(
-                f"mcp: the connection to {self._where} broke while it ran {name}.{self._said()}"
-            ) from error
+            raise EnvError(f"mcp: {self._where} broke while it ran {name}.{self._said()}") from error
         text = text_of(result)
         if result.is_error:
             raise ToolError(text)
@@ -207,9 +204,7 @@ class _Session:
         server = self._mcp.stdio_client(self._server, errlog=self._errors.file) if stdio else self._server
         async with self._mcp.Client(server) as client:
             self._client = client
-            client.session.validate_tool_result = (
-                _accept  # the policy reads answers that do not fit their schema
-            )
+            client.session.validate_tool_result = _accept
             self._ready.set_result({tool.name: _schema(tool) for tool in await _listed(client)})
             await asyncio.Event().wait()
 
@@ -239,7 +234,6 @@ class _Errors:
         return self._kept.decode(errors="replace").strip()
 
     def _drain(self, source: int) -> None:
-        """Keep the end of what a server writes to its standard error."""
         with open(source, "rb", buffering=0) as pipe:
             while chunk := pipe.read(KEPT_ERRORS):
                 self._kept = (self._kept + chunk)[-KEPT_ERRORS:]

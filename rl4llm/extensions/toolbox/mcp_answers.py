@@ -36,9 +36,8 @@ def _resource(resource: Any) -> str:
     data, kind = base64.b64decode(resource.blob), (resource.mime_type or "").partition(";")[0].strip().lower()
     if kind.startswith("text/") or kind.endswith(TEXTUAL):
         return f"{resource.uri}:\n{data.decode(errors='replace')}"
-    return (
-        f"{resource.uri}{_in_brackets(resource.mime_type, _size(len(data)))}, which cannot be shown as text"
-    )
+    facts = _in_brackets(resource.mime_type, _size(len(data)))
+    return f"{resource.uri}{facts}, which cannot be shown as text"
 
 
 def _size(count: int | None) -> str | None:

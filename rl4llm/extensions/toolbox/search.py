@@ -49,7 +49,6 @@ class Search(ToolSet):
 
 
 def _read(corpus: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the title and the text of each document."""
     path = Path(corpus) if isinstance(corpus, str) else Path()
     is_directory = isinstance(corpus, str) and path.is_dir()
     files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_FILES) if is_directory else []

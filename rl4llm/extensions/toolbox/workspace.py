@@ -110,9 +110,7 @@ class Workspace(ToolSet):
         max_bytes, max_files = self._limits
         files = [file for file in self._files() if file != target]
         directories = {path for path in self.root.rglob("*") if path.is_dir() and not path.is_symlink()}
-        directories |= {
-            path for path in target.parents if path.is_relative_to(self.root) and path != self.root
-        }
+        directories |= {path for path in target.parents if self.root in path.parents}
         size += sum(file.stat().st_size for file in files) + DIRECTORY_BYTES * len(directories)
         if size > max_bytes or len(files) >= max_files or len(directories) > max_files:
             limits = f"at most {max_bytes} bytes in {max_files} files and as many directories"
