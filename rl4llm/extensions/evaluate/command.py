@@ -119,14 +119,15 @@ def _compared(
         other_rows = now["hash"] != item["hash"] and now["problems"] == item["problems"]
         if other_rows or any(now[key] != item[key] for key in ("version", "changed")):
             say(f"{arguments.compare} has another definition: {_definition(name, item)}.")
+    gains = {name: item.gained for name, item in changed.items()}
     if not arguments.json:
         columns = ("score", "before", "difference", "95 % interval", "problems in both")
         rows = [
-            (name, f"{old:.4f}", f"{new.value:+.4f}", _interval(new, "+"), new.problems)
-            for name, (old, new) in ((name, (item.baseline, item.gained)) for name, item in changed.items())
+            (name, f"{changed[name].baseline:.4f}", f"{gain.value:+.4f}", _interval(gain, "+"), gain.problems)
+            for name, gain in gains.items()
         ]
         show(table(f"compared with {arguments.compare}", columns, rows))
-    worse = [name for name, item in changed.items() if name != "reward" and (item.gained.high or 0) < 0]
+    worse = [name for name, gain in gains.items() if name != "reward" and (gain.high or 0) < 0]
     if worse and arguments.fail_if_worse:
         say(f"Worse than {arguments.compare} by more than chance: {', '.join(worse)}.")
         return WORSE

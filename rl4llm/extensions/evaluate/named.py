@@ -74,8 +74,13 @@ def plan(names: Sequence[str], overrides: Sequence[str], data: Sequence[str]) ->
 
     `data` has the places of rows that are not read from the hub: ``NAME=PATH``, or ``PATH`` alone for one benchmark.
     """
-    places = _places(names, data)
-    plans = [_plan(name, overrides, places.get(name)) for name in names]
+    places, plans = _places(names, data), []
+    for name in names:
+        benchmark = BENCHMARKS[name]
+        fixed = [f"{key}={json.dumps(value)}" for key, value in benchmark.keys().items()]
+        config = load_config(None, [*fixed, *overrides])
+        rows = benchmark.rows(partial(_read, name, places.get(name, benchmark.source)))
+        plans.append(Plan(name, benchmark, config, rows[: config.eval.limit]))
     for item in plans:
         _check_graders(item.config)
     return plans
@@ -89,14 +94,6 @@ def measure(item: Plan, samples: int) -> Measured:
     for reward in list(groups[0].trajectories[0].rewards)[1:] if groups else ():
         problems += [replace(problem, part=f"{item.name}/{reward}") for problem in graded_by(reward, groups)]
     return Measured(item, evaluation, problems)
-
-
-def _plan(name: str, overrides: Sequence[str], place: str | None) -> Plan:
-    benchmark = BENCHMARKS[name]
-    fixed = [f"{key}={json.dumps(value)}" for key, value in benchmark.keys().items()]
-    config = load_config(None, [*fixed, *overrides])
-    rows = benchmark.rows(partial(_read, name, place or benchmark.source))
-    return Plan(name, benchmark, config, rows[: config.eval.limit])
 
 
 def _check_graders(config: Config) -> None:

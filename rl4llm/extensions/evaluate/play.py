@@ -132,8 +132,7 @@ def _at_work(
 ) -> Iterator[RLTrainer]:
     """Yield a trainer with the weights of a checkpoint or, without one, of `model.path`, published to its engine.
 
-    The run's files stay unchanged, so this works while the run trains, except through the same server: replacing its
-    weights raises EngineError. Servers read the weights next to those of the run.
+    The run's files stay unchanged, so this works while the run trains, except through the same server.
     """
     config = replace(config, max_steps=0)  # nothing trains
     with scratch_of(config) as config, build_trainer(config, given) as trainer:

@@ -132,12 +132,9 @@ def _measured_cells(results: Stored) -> list[str]:
 
 
 def _claimed_cells(recipe: Recipe, variant: str) -> list[str]:
-    claims = [
-        f"{percent([claim['before']])} -> {percent([claim['after']])} by others"
-        for claim in recipe.expected
-        if claim["variant"] == variant
-    ]
-    return ["".join(claims[:1]), "", "", "not run here" + f"; needs {recipe.needs}" * bool(recipe.needs)]
+    claim = next((claim for claim in recipe.expected if claim["variant"] == variant), None)
+    result = f"{percent([claim['before']])} -> {percent([claim['after']])} by others" if claim else ""
+    return [result, "", "", "not run here" + f"; needs {recipe.needs}" * bool(recipe.needs)]
 
 
 def percent(shares: Sequence[float]) -> str:
@@ -151,13 +148,8 @@ def span(items: Sequence[object]) -> str:
 
 
 def measured(recipe: Recipe, work: Path) -> dict[str, Any]:
-    """Return the record of a finished repetition with its held-out curve; raise DataError if it is not finished."""
-    file = work / RECORD
-    record = json.loads(file.read_text()) if file.exists() else {}
-    if "weights_sha256" not in record:
-        raise DataError(
-            f"{work} has no finished repetition of {recipe.name}. Next: `rl4llm recipe run {recipe.name}`."
-        )
+    """Return the record of a finished repetition with its held-out curve; raise DataError if that has no shares."""
+    record = json.loads((work / RECORD).read_text())
     curve, problems = _curve(recipe, work)
     if not all(0 <= share <= 1 for _, share in curve):
         raise DataError(f"{recipe.metric} is not a share from 0 to 1. Next: set `metric` in recipe.yaml.")

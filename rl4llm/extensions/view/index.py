@@ -78,7 +78,9 @@ class EpisodeIndex:
             self.pending = sum(size - file.read for file, size in todo)
             for file, size in todo:
                 for offset, line in _lines(file.path, file.read, size):
-                    self._take(file, offset, line)
+                    self._places.append((file, offset, len(line)))
+                    self.rows.append(_row(file, line))
+                    file.read, file.lines = offset + len(line), file.lines + 1
                     if time.monotonic() > deadline:
                         break
                 if time.monotonic() > deadline:
@@ -127,7 +129,8 @@ class EpisodeIndex:
         for name, file in self._files.items():
             new = stats.get(name)
             if new is None or new.st_ino != file.inode or new.st_size < file.read:  # deleted, or replaced
-                self._reset()
+                self.generation += 1
+                self.rows, self.names, self._places, self._files = [], [], [], {}
                 break
         for name, stat in stats.items():
             if name not in self._files:
@@ -136,16 +139,6 @@ class EpisodeIndex:
         newest = sorted(stats, key=lambda name: (kinds[name][0], name), reverse=True)
         files = [(self._files[name], stats[name].st_size) for name in newest]
         return [(file, size) for file, size in files if size > file.read]
-
-    def _reset(self) -> None:
-        self.generation += 1
-        self.rows, self.names, self._places, self._files = [], [], [], {}
-
-    def _take(self, file: _File, offset: int, line: bytes) -> None:
-        self._places.append((file, offset, len(line)))
-        self.rows.append(_row(file, line))
-        file.read = offset + len(line)
-        file.lines += 1
 
     def _line(self, number: int) -> bytes:
         try:

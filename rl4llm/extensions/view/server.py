@@ -165,27 +165,19 @@ async def _page(request: web.Request) -> web.Response:
     return response
 
 
-def _rows(request: web.Request) -> Any:
-    return rows_of(_run(request), _number(request, "from"), _number(request, "generation"))
-
-
-def _episode(request: web.Request) -> Any:
-    return episode_of(_indexed(request), int(_digits(request.match_info["number"])))
-
-
-def _search(request: web.Request) -> Any:
-    """Return the numbers of the episodes that hold a text, and whether all were searched."""
-    numbers, complete = _indexed(request).index.search(request.query.get("q", ""))
-    return {"numbers": numbers, "complete": complete}
-
-
 ANSWERS: dict[str, Callable[[web.Request], Any]] = {
     "": lambda request: described(request.app[RUNS]),
     "/{run}/story": lambda request: _run(request).story(),
     "/{run}/metrics": lambda request: _run(request).metrics(_number(request, "from")),
-    "/{run}/episodes": _rows,
-    "/{run}/episodes/{number}": _episode,
-    "/{run}/search": _search,
+    "/{run}/episodes": lambda request: rows_of(
+        _run(request), _number(request, "from"), _number(request, "generation")
+    ),
+    "/{run}/episodes/{number}": lambda request: episode_of(
+        _indexed(request), int(_digits(request.match_info["number"]))
+    ),
+    "/{run}/search": lambda request: dict(
+        zip(("numbers", "complete"), _indexed(request).index.search(request.query.get("q", "")), strict=True)
+    ),
 }
 """What the page asks, by the path below /api/runs."""
 

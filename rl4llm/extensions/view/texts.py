@@ -73,11 +73,7 @@ def _shown(data: bytes) -> str:
     return data.decode("utf-8", errors="backslashreplace")
 
 
-def _byte_characters() -> dict[str, int]:
-    """Return the byte of each character of byte-level tokenizers: visible bytes are themselves, others start at 256."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-BYTES = _byte_characters()
+VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+BYTES = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(HIDDEN)}
+"""The byte of each character of byte-level tokenizers: visible bytes are themselves, others start at 256."""

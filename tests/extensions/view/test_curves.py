@@ -6,7 +6,6 @@ import time
 
 import pytest
 from extensions.view.runs import write_run
-from extensions.view.serving import served
 
 from rl4llm.tracking.glossary import find
 from rl4llm.tracking.tracker import JsonlTracker
@@ -31,13 +30,10 @@ def seeds(tokenizer, tmp_path_factory):
 
 
 @pytest.fixture
-def curves(browser, seeds):
-    browser.errors.clear()
-    with served(*seeds) as url:
-        browser.open(url)
-        yield browser
-        browser.call("Page.navigate", url="about:blank")
-    assert not browser.errors
+def curves(browser, seeds, serve):
+    url = serve(*seeds)
+    browser.open(url)
+    yield browser
 
 
 def tip(page, *keys):
@@ -102,20 +98,19 @@ DRAWN = "[...document.querySelectorAll('section > .charts .chart[data-metric]')]
     (("zebra", "reward/mean", "eval/reward/mean", "eval/accuracy"), ["eval/accuracy", "eval/reward/mean", "reward/mean"]),
     (("test/nll", "env/all/reward/total"), ["env/all/reward/total", "test/nll"]),  # of another program
 ])  # fmt: skip
-def test_the_main_metrics_are_on_top_with_their_meaning(browser, tmp_path, names, first):
+def test_the_main_metrics_are_on_top_with_their_meaning(browser, tmp_path, names, first, serve):
     rows = [{"step": step} | dict.fromkeys(names, step / 2) for step in range(4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with served(tmp_path) as url:
-        browser.open(url)
-        assert browser.value(DRAWN) == first
-        assert browser.text(".runs .live") == "training"
-        meanings = browser.value(
-            DRAWN.replace("e.dataset.metric", "e.querySelector('.meaning')?.innerText ?? ''")
-        )
-        entries = [find(name) for name in first]
-        assert all(
-            entry.meaning.replace("`", "") in text if entry else not text
-            for entry, text in zip(entries, meanings, strict=True)
-        )
-        assert browser.value("document.getElementById('bands').checkVisibility()") is False
-        browser.call("Page.navigate", url="about:blank")
+    url = serve(tmp_path)
+    browser.open(url)
+    assert browser.value(DRAWN) == first
+    assert browser.text(".runs .live") == "training"
+    meanings = browser.value(
+        DRAWN.replace("e.dataset.metric", "e.querySelector('.meaning')?.innerText ?? ''")
+    )
+    entries = [find(name) for name in first]
+    assert all(
+        entry.meaning.replace("`", "") in text if entry else not text
+        for entry, text in zip(entries, meanings, strict=True)
+    )
+    assert browser.value("document.getElementById('bands').checkVisibility()") is False

@@ -3,7 +3,6 @@
 import pytest
 from extensions.view.browser import list_episodes
 from extensions.view.runs import episode, write_run
-from extensions.view.serving import served
 
 from rl4llm.core.types import Group
 from rl4llm.extensions.view.export import export
@@ -28,51 +27,46 @@ def write_hostile_run(directory, tokenizer):
 
 
 @pytest.mark.parametrize("form", ["served", "exported"])
-def test_nothing_that_a_model_wrote_is_ever_run(browser, tokenizer, tmp_path, form):
+def test_nothing_that_a_model_wrote_is_ever_run(browser, tokenizer, tmp_path, form, serve):
     run = write_hostile_run(tmp_path, tokenizer)
-    browser.errors.clear()
-    browser.requests.clear()
     report = tmp_path / "report.html"
-    with served(run) as url:
-        if form == "exported":
-            assert export(find_runs([run]), report) == 9
-            assert report.read_text().lower().count("</script>") == 3
-        browser.open(url if form == "served" else report.as_uri())
-        browser.press("3")
-        browser.until("document.querySelector('.config')")
-        list_episodes(browser)
-        browser.press("j", "Enter")
-        browser.until("document.querySelector('.tokens')")
-        assert "<script>window.hacked=1</script><img src=x" in browser.text(".message.assistant:last-child")
-        assert browser.value("document.body.innerText.length") < 200_000
-        browser.click(".message .more")
-        browser.press("Escape")
-        browser.until("document.querySelector('[data-search]')")
-        browser.press("/")
-        browser.type("WINDOW.hacked=1</SCRIPT>")
-        browser.press("Enter")
-        browser.until("document.getElementById('count')?.innerText.startsWith('1 of 9')")
-        assert browser.value("typeof window.hacked") == "undefined"
-        browser.call("Page.navigate", url="about:blank")
-    assert not browser.errors
+    url = serve(run)
+    if form == "exported":
+        assert export(find_runs([run]), report) == 9
+        assert report.read_text().lower().count("</script>") == 3
+    browser.open(url if form == "served" else report.as_uri())
+    browser.press("3")
+    browser.until("document.querySelector('.config')")
+    list_episodes(browser)
+    browser.press("j", "Enter")
+    browser.until("document.querySelector('.tokens')")
+    assert "<script>window.hacked=1</script><img src=x" in browser.text(".message.assistant:last-child")
+    assert browser.value("document.body.innerText.length") < 200_000
+    browser.click(".message .more")
+    browser.press("Escape")
+    browser.until("document.querySelector('[data-search]')")
+    browser.press("/")
+    browser.type("WINDOW.hacked=1</SCRIPT>")
+    browser.press("Enter")
+    browser.until("document.getElementById('count')?.innerText.startsWith('1 of 9')")
+    assert browser.value("typeof window.hacked") == "undefined"
     if form == "exported":
         assert {asked.split(":")[0] for asked in browser.requests} <= {"file", "data", "about"}
 
 
-def test_text_that_turns_the_direction_reorders_nothing(browser, tokenizer, tmp_path):
+def test_text_that_turns_the_direction_reorders_nothing(browser, tokenizer, tmp_path, serve):
     run = write_run(tmp_path / "run", tokenizer, steps=1)
     said = episode(
         tokenizer, "is \u202eit", answer="yes \u202ecba\u2066 no", note={"\u202enote": "\u200fvalue"}
     )
     EpisodeLog(run / "episodes", resume_step=1).log(2, [Group(said.prompt_id, (said,))])
-    with served(run) as url:
-        browser.open(url)
-        list_episodes(browser)
-        browser.press("j", "Enter")
-        browser.until("document.querySelector('.tokens')")
-        assert "yes \\u202ecba\\u2066 no" in browser.text(".message.assistant:last-child")
-        assert "is \\u202eit" in browser.text("h1")
-        shown = browser.value("document.documentElement.textContent")
-        browser.call("Page.navigate", url="about:blank")
+    url = serve(run)
+    browser.open(url)
+    list_episodes(browser)
+    browser.press("j", "Enter")
+    browser.until("document.querySelector('.tokens')")
+    assert "yes \\u202ecba\\u2066 no" in browser.text(".message.assistant:last-child")
+    assert "is \\u202eit" in browser.text("h1")
+    shown = browser.value("document.documentElement.textContent")
     assert "\\u202enote" in shown and "\\u200fvalue" in shown
     assert not {"\u202e", "\u2066", "\u200f"} & set(shown)

@@ -5,7 +5,6 @@ import os
 import pytest
 from extensions.view.browser import list_episodes
 from extensions.view.runs import episode, write_run, write_seen, write_step
-from extensions.view.serving import served
 from sweeps import sampled
 
 from rl4llm.core.types import Group
@@ -25,17 +24,15 @@ def rows(page):
     )
 
 
-def test_page_moves_its_token_from_the_address_to_a_cookie(browser, runs):
-    with served(*runs, token="the-token") as url:
-        browser.open(f"{url}?token=the-token")
-        browser.until("document.querySelectorAll('svg').length")
-        assert browser.value("location.href").split("#")[0] == url and "the-token" not in browser.value(
-            "document.cookie"
-        )
-        browser.call("Page.reload")
-        browser.until("document.querySelectorAll('svg').length")
-        browser.call("Page.navigate", url="about:blank")
-    assert not browser.errors
+def test_page_moves_its_token_from_the_address_to_a_cookie(browser, runs, serve):
+    url = serve(*runs, token="the-token")
+    browser.open(f"{url}?token=the-token")
+    browser.until("document.querySelectorAll('svg').length")
+    assert browser.value("location.href").split("#")[0] == url and "the-token" not in browser.value(
+        "document.cookie"
+    )
+    browser.call("Page.reload")
+    browser.until("document.querySelectorAll('svg').length")
 
 
 def choose(page, name, value):
@@ -83,23 +80,21 @@ def test_episodes_are_sorted_filtered_and_searched(page):
 
 
 @pytest.mark.parametrize("form", sampled(FORMS, ["served"]))
-def test_a_link_stays_that_of_its_episode_as_the_run_grows(browser, tokenizer, tmp_path, form):
+def test_a_link_stays_that_of_its_episode_as_the_run_grows(browser, tokenizer, tmp_path, form, serve):
     run, report = write_run(tmp_path / "run", tokenizer, steps=1), tmp_path / "report.html"
-    with served(run) as url:
-        browser.open(url)
-        list_episodes(browser)
-        browser.press("j", "j", "j", "Enter")  # not the first line of its file
-        browser.until("document.querySelector('.tokens')")
-        link, title = browser.value("location.hash"), browser.text("h1")
-        assert title == "Step 1, prompt 1-0 sample 2"
-        browser.call("Page.navigate", url="about:blank")
+    url = serve(run)
+    browser.open(url)
+    list_episodes(browser)
+    browser.press("j", "j", "j", "Enter")  # not the first line of its file
+    browser.until("document.querySelector('.tokens')")
+    link, title = browser.value("location.hash"), browser.text("h1")
+    assert title == "Step 1, prompt 1-0 sample 2"
     write_step(EpisodeLog(run / "episodes", resume_step=1), tokenizer, 2)  # which is read first
     export(find_runs([run]), report)
-    with served(run) as url:
-        browser.open((url if form == "served" else report.as_uri()) + link)
-        browser.until("document.querySelector('.tokens')")
-        assert browser.text("h1") == title
-        browser.call("Page.navigate", url="about:blank")
+    url = serve(run)
+    browser.open((url if form == "served" else report.as_uri()) + link)
+    browser.until("document.querySelector('.tokens')")
+    assert browser.text("h1") == title
 
 
 def test_an_episode_is_read_token_by_token_from_the_keyboard(page):
@@ -183,35 +178,31 @@ def odd_run(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("form", sampled(FORMS, ["served"]))
-def test_first_page_says_what_happened_and_links_episodes(browser, odd_run, tmp_path, form):
+def test_first_page_says_what_happened_and_links_episodes(browser, odd_run, tmp_path, form, serve):
     report = tmp_path / "report.html"
     export(find_runs([odd_run]), report, episodes=6)
-    with served(odd_run) as url:
-        browser.open(url if form == "served" else report.as_uri())
-        assert browser.text(".story h1") == "Held-out accuracy 0 % \u2192 100 % in 20 steps, 3 min, GRPO"
-        shown = browser.value("[...document.querySelectorAll('.cards.shown .card')].map(e => e.innerText)")
-        assert len(shown) == 3 and "step 0" in shown[0] and "It is 0." in shown[0]
-        assert "same prompt, held-out, step 20" in shown[1].lower() and "It is 20." in shown[1]
-        odd = browser.value("[...document.querySelectorAll('.cards.suspicious .card')].map(e => e.innerText)")
-        assert len(odd) == 1 and "high reward for an odd answer" in odd[0] and "repeats itself" in odd[0]
-        browser.click(".cards.shown .card:nth-child(2)")
-        browser.until(
-            "document.querySelector('.message.assistant:last-child')?.innerText.includes('It is 20.')"
-        )
-        browser.call("Page.navigate", url="about:blank")
+    url = serve(odd_run)
+    browser.open(url if form == "served" else report.as_uri())
+    assert browser.text(".story h1") == "Held-out accuracy 0 % \u2192 100 % in 20 steps, 3 min, GRPO"
+    shown = browser.value("[...document.querySelectorAll('.cards.shown .card')].map(e => e.innerText)")
+    assert len(shown) == 3 and "step 0" in shown[0] and "It is 0." in shown[0]
+    assert "same prompt, held-out, step 20" in shown[1].lower() and "It is 20." in shown[1]
+    odd = browser.value("[...document.querySelectorAll('.cards.suspicious .card')].map(e => e.innerText)")
+    assert len(odd) == 1 and "high reward for an odd answer" in odd[0] and "repeats itself" in odd[0]
+    browser.click(".cards.shown .card:nth-child(2)")
+    browser.until("document.querySelector('.message.assistant:last-child')?.innerText.includes('It is 20.')")
 
 
-def test_groups_without_gradient_come_last_and_are_marked(browser, odd_run):
-    with served(odd_run) as url:
-        browser.open(url)
-        list_episodes(browser, by="prompt")
-        listed = [row[2].strip().split("\n")[0] for row in rows(browser)]
-        assert listed[:3] == ["How much is mixed?", "How much is h/1 &?", "How much is equal?"]
-        marked = browser.value(
-            "[...document.querySelectorAll('tr[data-row]')].filter(e => e.innerText.includes('no gradient')).length"
-        )
-        assert marked == 1 and "no gradient" in rows(browser)[2][2]
-        browser.call("Page.navigate", url="about:blank")
+def test_groups_without_gradient_come_last_and_are_marked(browser, odd_run, serve):
+    url = serve(odd_run)
+    browser.open(url)
+    list_episodes(browser, by="prompt")
+    listed = [row[2].strip().split("\n")[0] for row in rows(browser)]
+    assert listed[:3] == ["How much is mixed?", "How much is h/1 &?", "How much is equal?"]
+    marked = browser.value(
+        "[...document.querySelectorAll('tr[data-row]')].filter(e => e.innerText.includes('no gradient')).length"
+    )
+    assert marked == 1 and "no gradient" in rows(browser)[2][2]
 
 
 def test_configurations_are_compared(page):
@@ -225,26 +216,25 @@ def test_configurations_are_compared(page):
     assert "algorithm.name" in page.text(".config")
 
 
-def test_a_run_that_trains_is_followed(browser, tokenizer, tmp_path):
+def test_a_run_that_trains_is_followed(browser, tokenizer, tmp_path, serve):
     run = write_run(tmp_path / "run", tokenizer, steps=1)
-    with served(run) as url:
-        browser.open(url)
-        list_episodes(browser)
-        assert browser.text("#count").startswith("8 of 8")
-        metrics = JsonlTracker(run / "metrics.jsonl", resume_step=1)
-        metrics.log(2, {"reward/mean": 0.75})
-        write_step(EpisodeLog(run / "episodes", resume_step=1), tokenizer, 2)
-        browser.until("document.getElementById('count').innerText.startsWith('17 of 17')")
-        browser.until("document.querySelector('.runs').innerText.includes('step 2 of 20')")
-        EpisodeLog(run / "episodes", resume_step=1)  # resumed: the second step is taken again
-        browser.until("document.getElementById('count').innerText.startsWith('8 of 8')")
-        metrics.close()
+    url = serve(run)
+    browser.open(url)
+    list_episodes(browser)
+    assert browser.text("#count").startswith("8 of 8")
+    metrics = JsonlTracker(run / "metrics.jsonl", resume_step=1)
+    metrics.log(2, {"reward/mean": 0.75})
+    write_step(EpisodeLog(run / "episodes", resume_step=1), tokenizer, 2)
+    browser.until("document.getElementById('count').innerText.startsWith('17 of 17')")
+    browser.until("document.querySelector('.runs').innerText.includes('step 2 of 20')")
+    EpisodeLog(run / "episodes", resume_step=1)  # resumed: the second step is taken again
+    browser.until("document.getElementById('count').innerText.startsWith('8 of 8')")
+    metrics.close()
 
 
 def test_one_file_holds_all_of_the_page(browser, runs, tmp_path):
     report = tmp_path / "report.html"
     assert export(find_runs(runs), report, episodes=10) == 20
-    browser.errors.clear()
     browser.open(report.as_uri())
     browser.until("document.querySelectorAll('.chart[data-metric=\"reward/mean\"] path.main').length === 2")
     list_episodes(browser)
@@ -254,31 +244,28 @@ def test_one_file_holds_all_of_the_page(browser, runs, tmp_path):
     browser.until("document.querySelector('.config tr.row-differs')")
     about = "This file contains 20 of 76 episodes: some of each step, and the extremes."
     assert browser.text("#status") == about  # once for both runs
-    assert not browser.errors and os.path.getsize(report) < 2 << 20
+    assert os.path.getsize(report) < 2 << 20
 
 
 @pytest.mark.parametrize("form", ["served", "exported"])
-def test_images_are_shown_small_and_their_tokens_are_one(browser, tokenizer, tmp_path, form):
+def test_images_are_shown_small_and_their_tokens_are_one(browser, tokenizer, tmp_path, form, serve):
     run, report = write_run(tmp_path / "run", tokenizer, steps=1), tmp_path / "report.html"
     file = write_seen(run)
     export(find_runs([run]), report)
-    with served(run) as url:
-        if form == "exported":
-            file.unlink()
-        browser.open((url if form == "served" else report.as_uri()) + "#/episode/0/step-000099.jsonl/0")
-        browser.until("document.querySelector('img.picture')?.naturalWidth")
-        size = browser.value(
-            "(({ naturalWidth: w, naturalHeight: h }) => [w, h])(document.querySelector('img'))"
-        )
-        assert size == [256, 128]
-        shown = browser.value("[...document.querySelectorAll('.token')].map((token) => token.innerText)")
-        assert len(shown) == 5 and shown[1] == "[image, 40 tokens]"
-        headings = browser.value("[...document.querySelectorAll('h2')].map((heading) => heading.innerText)")
-        assert "Tokens 44" in headings
-        browser.call("Page.navigate", url="about:blank")
+    url = serve(run)
+    if form == "exported":
+        file.unlink()
+    browser.open((url if form == "served" else report.as_uri()) + "#/episode/0/step-000099.jsonl/0")
+    browser.until("document.querySelector('img.picture')?.naturalWidth")
+    size = browser.value("(({ naturalWidth: w, naturalHeight: h }) => [w, h])(document.querySelector('img'))")
+    assert size == [256, 128]
+    shown = browser.value("[...document.querySelectorAll('.token')].map((token) => token.innerText)")
+    assert len(shown) == 5 and shown[1] == "[image, 40 tokens]"
+    headings = browser.value("[...document.querySelectorAll('h2')].map((heading) => heading.innerText)")
+    assert "Tokens 44" in headings
 
 
-def test_alerts_are_on_top_while_they_last(browser, tokenizer, tmp_path):
+def test_alerts_are_on_top_while_they_last(browser, tokenizer, tmp_path, serve):
     run, report = write_run(tmp_path / "run", tokenizer, steps=3), tmp_path / "report.html"
     alerts = JsonlTracker(run / "alerts.jsonl")
     sick = {
@@ -287,19 +274,18 @@ def test_alerts_are_on_top_while_they_last(browser, tokenizer, tmp_path):
         "why": "Why.",
         "look_at": "rewards",
     }
-    with served(run) as url:
-        browser.open(url)
-        assert browser.text(".warning[data-alert]") is None
-        alerts.append(sick | {"step": 3, "since": 2, "until": None})
-        browser.until("document.querySelector('.warning[data-alert]')")
-        expected = "run: constant reward since step 2: all <b>earn</b> the same. Why. Look at rewards."
-        expected += f" {find('groups/zero_spread').sentence()}"
-        assert browser.text(".warning[data-alert]") == expected
-        export(find_runs([run]), report)
-        alerts.append({"name": "constant reward", "step": 6, "since": 2, "until": 3})
-        browser.until("!document.querySelector('.warning[data-alert]')")
-        assert "constant reward (steps 2 to 3)" in browser.text(".story p")
-        browser.open(report.as_uri())
-        assert browser.text(".warning[data-alert]") == expected
-        browser.call("Page.navigate", url="about:blank")
+    url = serve(run)
+    browser.open(url)
+    assert browser.text(".warning[data-alert]") is None
+    alerts.append(sick | {"step": 3, "since": 2, "until": None})
+    browser.until("document.querySelector('.warning[data-alert]')")
+    expected = "run: constant reward since step 2: all <b>earn</b> the same. Why. Look at rewards."
+    expected += f" {find('groups/zero_spread').sentence()}"
+    assert browser.text(".warning[data-alert]") == expected
+    export(find_runs([run]), report)
+    alerts.append({"name": "constant reward", "step": 6, "since": 2, "until": 3})
+    browser.until("!document.querySelector('.warning[data-alert]')")
+    assert "constant reward (steps 2 to 3)" in browser.text(".story p")
+    browser.open(report.as_uri())
+    assert browser.text(".warning[data-alert]") == expected
     alerts.close()

@@ -17,9 +17,8 @@ from rl4llm.compose.trainer import AnyTrainer
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm
 from rl4llm.core.base_client import BaseClient
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.types import Completion, Group
-from rl4llm.data.render import Renderer
 
 
 class NotNeeded(Exception):
@@ -36,8 +35,8 @@ class Part:
     held_out: Any = None
     rewards: Sequence[BaseRewardFunction] = ()
     transform: Any = None
-    env: BaseMDPEnv | None = None
-    renderer: Renderer | None = None
+    env: Any = None  # a BaseMDPEnv
+    renderer: Any = None  # a Renderer
 
     @property
     def where(self) -> str:
@@ -74,7 +73,7 @@ class Bench:
         self.shared = Provided({"sandbox": lambda: build_sandbox(config)})
         self.tokenizer: Any = None
         self.parts: list[Part] = []
-        self.trainer: AnyTrainer | None = None
+        self.trainer: AnyTrainer  # once it is built
         self.groups: list[Group] = []  # that were played
         self.completions: list[Completion] = []  # of the engine while it played them
         self._stack = ExitStack()
@@ -84,11 +83,6 @@ class Bench:
     def samples(self) -> bool:
         """Whether the policy samples; otherwise it learns from a dataset."""
         return self.algorithm.needs().learns_from == "episodes"
-
-    def demand_episodes(self) -> None:
-        """Raise NotNeeded if nothing is sampled."""
-        if not self.samples:
-            raise NotNeeded(f"algorithm.name={self.config.algorithm['name']} samples nothing")
 
     def provided(self, part: Part) -> Provided:
         """Return what the run offers to the environment of a part; all parts share the sandbox."""

@@ -47,7 +47,6 @@ def model(bench: Bench) -> str:
 
 def episodes(bench: Bench) -> str:
     """Play a few episodes with the trainer's weights, which the engine proves to have."""
-    bench.demand_episodes()
     trainer = _rl(bench)
     trainer.publish()
     recorded = Recorded(trainer.inference.client)
@@ -55,7 +54,6 @@ def episodes(bench: Bench) -> str:
     bench.groups = []
     failed: list[SampleState] = []
     for part in bench.parts:
-        assert part.env is not None and part.renderer is not None  # built by checks that this one needs
         rollout = Rollout(
             part.env,
             cast("BaseClient", recorded),
@@ -84,7 +82,7 @@ def episodes(bench: Bench) -> str:
         count = len(trajectories) + len(failed)
         raise EnvError(f"{len(failed)} of {count} episodes failed; the first: {failed[0].failure}")
     text = f"{len(trajectories)} episodes, {len(bench.completions)} turns of the policy"
-    if not any(part.env is not None and part.env.tool_schemas for part in bench.parts):
+    if not any(part.env.tool_schemas for part in bench.parts):
         return text
     calls = sum(message.role == "tool" for item in trajectories for message in item.messages)
     hint = "" if calls else ": see what the model writes with `rl4llm check --task`"
@@ -100,7 +98,7 @@ def mask(bench: Bench) -> str:
     trajectories = _trajectories(_groups(bench))
     if bench.samples:
         check_sampled(bench.completions, trajectories)
-    batches = _pack(_trainer(bench), trajectories)
+    batches = _pack(bench.trainer, trajectories)
     check_mask(trajectories, batches)
     tokens = sum(int(batch.mask_BT.sum()) for batch in batches)
     total = sum(trajectory.num_tokens for trajectory in trajectories)
@@ -149,7 +147,6 @@ def _policy_spans(trajectories: Sequence[Trajectory]) -> Iterator[Any]:
 
 def logprobs(bench: Bench) -> str:
     """Check that engine and trainer compute the same log-probs for the sampled tokens."""
-    bench.demand_episodes()
     if bench.algorithm.needs().sampling:
         raise NotNeeded("samples are drawn at several temperatures")
     trainer, config = _rl(bench), bench.scratch
@@ -171,7 +168,6 @@ def logprobs(bench: Bench) -> str:
 
 def publish(bench: Bench) -> str:
     """Check that a change of the trainer's weights reaches the engine, then restore the old weights in both."""
-    bench.demand_episodes()
     trainer = _rl(bench)
     inference = trainer.inference
     # not calibrated: it accepts differences up to its bound
@@ -211,7 +207,7 @@ def _moved(
 @torch.no_grad()
 def merge(bench: Bench) -> str:
     """Check that a model with a trained adapter and the merged model, which is published and saved, compute the same."""
-    trainer = _trainer(bench)
+    trainer = bench.trainer
     backend, adapter = trainer.backend, trainer.backend.adapter
     if not isinstance(backend, TorchBackend) or not isinstance(adapter, LoraAdapter):
         raise NotNeeded("the whole model trains, so nothing is merged")
@@ -272,9 +268,13 @@ def _put(parameter: Tensor, value: Tensor) -> None:
 
 def loss(bench: Bench) -> str:
     """Check that the gradient of an optimizer step does not depend on the micro-batches."""
-    trainer = _trainer(bench)
+    trainer = bench.trainer
     groups = [rewarded(group, number) for number, group in enumerate(_groups(bench))]
-    if isinstance(trainer, RLTrainer) and all(_alike(group) for group in groups):
+    samples = [
+        {tuple(span.token_ids for span in item.spans) for item in group.trajectories} for group in groups
+    ]
+    if isinstance(trainer, RLTrainer) and all(len(distinct) == 1 for distinct in samples):
+        # The gradient of a comparison of equal samples is only rounding error.
         raise NotNeeded("all samples of each prompt are equal, so their gradients cancel out")
     lengths = [trajectory.num_tokens for trajectory in _trajectories(groups)]
     whole = _batches(trainer, groups, sum(lengths))
@@ -303,11 +303,6 @@ def loss(bench: Bench) -> str:
             "return one loss per token, without any mean or sum over the batch."
         )
     return text
-
-
-def _alike(group: Group) -> bool:
-    """Return whether all samples are equal, so that the gradient of a comparison is only rounding error."""
-    return len({tuple(span.token_ids for span in item.spans) for item in group.trajectories}) == 1
 
 
 def rewarded(group: Group, number: int) -> Group:
@@ -356,7 +351,7 @@ def _gradient(trainer: AnyTrainer, batches: Sequence[TrainBatch]) -> tuple[Tenso
 
 def _groups(bench: Bench) -> list[Group]:
     """Return the groups that were played, or the first rows of a dataset."""
-    trainer = _trainer(bench)
+    trainer = bench.trainer
     if isinstance(trainer, RLTrainer):
         return [group for group in bench.groups if not group.frozen]
     count = min(2 * ROWS, len(trainer.dataset))
@@ -365,11 +360,6 @@ def _groups(bench: Bench) -> list[Group]:
 
 def _pack(trainer: AnyTrainer, trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
     return trainer.preparation.batching.pack(trajectories, [1.0] * len(trajectories))
-
-
-def _trainer(bench: Bench) -> AnyTrainer:
-    assert bench.trainer is not None  # built by a check that this one needs
-    return bench.trainer
 
 
 def _rl(bench: Bench) -> RLTrainer:

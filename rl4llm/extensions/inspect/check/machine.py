@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +14,7 @@ from rl4llm.core.errors import EngineError, RunDirError
 from rl4llm.core.model_memory import Precision
 from rl4llm.core.tables import BACKENDS
 from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded
+from rl4llm.extensions.inspect.plan.plan import judges_and_opponents
 from rl4llm.extensions.inspect.plan.shape import read_shape, read_tower, with_tower
 from rl4llm.extensions.inspect.plan.show import size_text
 
@@ -23,14 +23,10 @@ WAIT_S = 5.0
 
 def servers(bench: Bench) -> str:
     """Check that every configured server, host and judge accepts connections."""
-    bench.demand_episodes()
-    config, hosts = bench.config, set()
+    config = bench.config
     urls = [*server_urls(config), config.inference.get("router")]
-    for part in by_part(config).values():
-        opponents = part.env.get("opponents")
-        models = [*(part.rewards or ()), *(opponents.values() if isinstance(opponents, Mapping) else ())]
-        urls += [model.get("url") for model in models if isinstance(model, Mapping)]
-        hosts |= {*_remote(part)}
+    urls += [item.get("url") for item in judges_and_opponents(config)]
+    hosts = [host for part in by_part(config).values() for host in _remote(part)]
     addresses = sorted({*map(_address, filter(None, urls)), *hosts})
     if not addresses:
         raise NotNeeded("the engine runs in this process, and no part names a server")

@@ -47,7 +47,6 @@ def tokenizer(bench: Bench) -> str:
 
 def rewards(bench: Bench) -> str:
     """Check that every reward gives its examples the scores they state."""
-    bench.demand_episodes()
     for part in bench.parts:
         part.setup = replace(part.setup, tokenizer=bench.tokenizer)
         built = part.setup, bench.provided(part), part.dataset[0]
@@ -65,7 +64,6 @@ def _examples(reward: BaseRewardFunction) -> int:
 
 def environment(bench: Bench) -> str:
     """Check that the environment keeps its contract, without a model; see `rl4llm.testing.check_env`."""
-    bench.demand_episodes()
     for part in bench.parts:
         arguments = part.dataset, part.rewards, part.transform, bench.provided(part)
         part.env = in_part(part.name, build_env, part.setup, *arguments)
@@ -83,7 +81,6 @@ def template(bench: Bench) -> str:
         part.renderer = dataset_renderer(setup, part.dataset, columns)
         return _template_text(part.renderer, bench)
     for part in bench.parts:
-        assert part.env is not None  # built by a check that this one needs
         part.renderer = in_part(part.name, Renderer.of, part.env, bench.tokenizer)
     return _template_text(bench.parts[0].renderer, bench)
 
@@ -101,7 +98,6 @@ def _template_text(renderer: Any, bench: Bench) -> str:
 
 def sandbox(bench: Bench) -> str:
     """Check that the policy's programs cannot reach the machine, if the run executes any."""
-    bench.demand_episodes()
     if "sandbox" not in bench.shared.made:
         raise NotNeeded("no reward, tool or environment of this run executes programs")
     return str(bench.shared["sandbox"].probe())

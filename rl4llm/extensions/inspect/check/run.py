@@ -21,12 +21,13 @@ Status = Literal["passed", "failed", "skipped"]
 class Check:
     """`run` returns what it measured. It raises an RL4LLMError with the next step, or NotNeeded with the reason.
 
-    It does not run if one of its `needs` did not pass.
+    It does not run if one of its `needs` did not pass, or if it is `of_episodes` and the method samples none.
     """
 
     name: str
     run: Callable[[Bench], str]
     needs: tuple[str, ...] = ()
+    of_episodes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +43,17 @@ class Result:
 CHECKS = (
     Check("data", parts.data),
     Check("tokenizer", parts.tokenizer),
-    Check("rewards", parts.rewards, ("data", "tokenizer")),
-    Check("environment", parts.environment, ("rewards",)),
-    Check("sandbox", parts.sandbox),
+    Check("rewards", parts.rewards, ("data", "tokenizer"), of_episodes=True),
+    Check("environment", parts.environment, ("rewards",), of_episodes=True),
+    Check("sandbox", parts.sandbox, of_episodes=True),
     Check("template", parts.template, ("data", "tokenizer", "environment")),
-    Check("servers", machine.servers),
+    Check("servers", machine.servers, of_episodes=True),
     Check("disk", machine.disk),
     Check("model", laws.model, ("template", "servers")),
-    Check("episodes", laws.episodes, ("model",)),
+    Check("episodes", laws.episodes, ("model",), of_episodes=True),
     Check("mask", laws.mask, ("model", "episodes")),
-    Check("log-probs", laws.logprobs, ("episodes",)),
-    Check("publish", laws.publish, ("episodes",)),
+    Check("log-probs", laws.logprobs, ("episodes",), of_episodes=True),
+    Check("publish", laws.publish, ("episodes",), of_episodes=True),
     Check("merge", laws.merge, ("model", "episodes")),
     Check("loss", laws.loss, ("model", "episodes")),
 )
@@ -73,6 +74,9 @@ def check(config: Config, tell: Callable[[Result], None] = lambda result: None) 
 
 
 def _result(item: Check, bench: Bench, before: dict[str, Result]) -> Result:
+    if item.of_episodes and not bench.samples:
+        name = bench.config.algorithm["name"]
+        return Result(item.name, "skipped", f"algorithm.name={name} samples nothing", 0.0)
     broken = [name for name in item.needs if before[name].status == "failed" or IN_VAIN in before[name].text]
     if broken:
         return Result(item.name, "skipped", f"{IN_VAIN}{broken[0]!r} did not pass", 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,17 +128,22 @@ def _models(setup: Setup, policy: Any) -> Models:
 def _others(setup: Setup) -> dict[str, int]:
     """Return the bytes of the models that rewards and opponents load onto the device, by name and path."""
     sizes: dict[str, int] = {}
-    for part in by_part(setup.config).values():
-        opponents = part.env.get("opponents")
-        players = opponents.values() if isinstance(opponents, Mapping) else ()
-        for item in (*(part.rewards or ()), *players):
-            if not isinstance(item, Mapping) or item.get("name") not in BRING_MODELS or "path" not in item:
-                continue
-            device = item.get("device", BRING_MODELS[item["name"]])
-            if device != "cpu" or not setup.machine.on_gpu:
-                number = Precision.of(item.get("dtype", "float32")).weights
-                sizes[f"{item['name']} {item['path']}"] = read_shape(item["path"]).parameters * number
+    for item in judges_and_opponents(setup.config):
+        if item.get("name") not in BRING_MODELS or "path" not in item:
+            continue
+        device = item.get("device", BRING_MODELS[item["name"]])
+        if device != "cpu" or not setup.machine.on_gpu:
+            number = Precision.of(item.get("dtype", "float32")).weights
+            sizes[f"{item['name']} {item['path']}"] = read_shape(item["path"]).parameters * number
     return sizes
+
+
+def judges_and_opponents(config: Config) -> Iterator[Mapping[str, Any]]:
+    """Yield the options of each reward and opponent that has any."""
+    for part in by_part(config).values():
+        opponents = part.env.get("opponents")
+        items = (*(part.rewards or ()), *(opponents.values() if isinstance(opponents, Mapping) else ()))
+        yield from (item for item in items if isinstance(item, Mapping))
 
 
 def _memory(device: str) -> int:

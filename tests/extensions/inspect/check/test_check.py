@@ -21,7 +21,7 @@ from rl4llm.core.errors import EnvError
 from rl4llm.core.types import TokenSpan
 from rl4llm.extensions.inspect.check.bench import Bench
 from rl4llm.extensions.inspect.check.laws import check_mask, check_sampled
-from rl4llm.extensions.inspect.check.run import CHECKS, Check, _result, check
+from rl4llm.extensions.inspect.check.run import CHECKS, _result, check
 from rl4llm.inference.local import LocalClient
 from rl4llm.sync.inference import MemoryPublisher
 
@@ -68,7 +68,7 @@ def on(config, *names):
     before = {}
     with closing(Bench(config)) as made:
         for name in names:
-            before[name] = _result(Check(name, NAMED[name].run), made, before)
+            before[name] = _result(replace(NAMED[name], needs=()), made, before)
     return before
 
 
@@ -123,7 +123,7 @@ def test_a_template_that_rewrites_history_fails(small, tokenizer, tmp_path, mode
         made.parts[0].env = Talks(
             made.parts[0].dataset, made.tokenizer, [Lies()], batch_size=1, group_size=1, max_steps=3
         )
-        assert _result(Check("template", NAMED["template"].run), made, {}).status == "failed"
+        assert _result(replace(NAMED["template"], needs=()), made, {}).status == "failed"
 
 
 def test_a_tool_that_raises_fails_with_its_line(small):
