@@ -13,8 +13,7 @@ from typing import Any
 from rl4llm.config import Config, load_config, to_yaml
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.extensions.launch import modal, slurm
-from rl4llm.extensions.launch.job import ClusterJob
-from rl4llm.extensions.launch.roles import roles
+from rl4llm.extensions.launch.roles import ClusterJob, roles
 
 LAUNCHERS: Mapping[str, Any] = {"slurm": slurm, "modal": modal}
 """Modules with `render`, which returns the files of a job by name, `SUBMIT`, the command that submits them, and `CONFIG`,

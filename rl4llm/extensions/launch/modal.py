@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from rl4llm.core.errors import ConfigError, unknown
-from rl4llm.extensions.launch.job import ClusterJob
+from rl4llm.extensions.launch.roles import ClusterJob
 
 APP = "modal_app.py"
 SUBMIT = ("modal", "run", "--detach", f"{APP}::train")

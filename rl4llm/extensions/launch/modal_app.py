@@ -94,10 +94,9 @@ def build(path: Path, name: str, options: Mapping[str, str]) -> ModalRun:
 
 def actor(server_urls: list[str]) -> int:
     """Train or resume the run in a container; return the exit code."""
-    config = load_config(CONFIG)
-    role = _role(config, "trainer", _fitted(config))
     environ = {NUMBER: "0", **_environ(server_urls)}
-    code = _synced(_volume().commit, role.command, environ, Path(SHARED))
+    command = _command("trainer", _fitted(load_config(CONFIG)))
+    code = _synced(_volume().commit, command, environ, Path(SHARED))
     if code == STOPPED:
         # Modal retries the call, which resumes the run
         raise RuntimeError("The run was stopped; it resumes from its last checkpoint.")
@@ -108,10 +107,10 @@ def worker() -> int:
     """Serve in a container until the server ends; return the exit code."""
     config = load_config(CONFIG)
     local = Path(SHARED) / config.model.path
-    role = _role(config, "server", [f"model.path={local}"] if local.is_dir() else [])
-    names = [f"server-{number}" for number in range(role.count)]
+    command = _command("server", [f"model.path={local}"] if local.is_dir() else [])
+    names = [f"server-{number}" for number in range(config.launch.servers)]
     # A volume cannot be reloaded while a working directory is on it.
-    return _synced(_volume().reload, role.command, _environ(names), Path("/"))
+    return _synced(_volume().reload, command, _environ(names), Path("/"))
 
 
 def _synced(
@@ -280,10 +279,9 @@ def _gpu(role: Role) -> str | None:
     return f"{role.gpu}:{role.gpus}" if role.gpus else None
 
 
-def _role(config: Config, name: str, overrides: Sequence[str]) -> Role:
-    """Return a role with the command that starts it in this container."""
-    command = (sys.executable, "-m", "rl4llm", "launch", CONFIG, *overrides)
-    return next(role for role in roles(config, command) if role.name == name)
+def _command(role: str, overrides: Sequence[str]) -> list[str]:
+    """Return the command that starts a process in this container."""
+    return [sys.executable, "-m", "rl4llm", "launch", CONFIG, *overrides, "--as", role]
 
 
 def _environ(servers: Sequence[str]) -> dict[str, str]:

@@ -13,8 +13,7 @@ import shlex
 from collections.abc import Sequence
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.launch.job import ClusterJob
-from rl4llm.extensions.launch.roles import GIB_OF_CPU, Role, hosts_variable
+from rl4llm.extensions.launch.roles import GIB_OF_CPU, ClusterJob, Role, hosts_variable
 
 SCRIPT = "job.sbatch"
 SUBMIT = ("sbatch", SCRIPT)

@@ -247,33 +247,22 @@ class Scoring:
 
     def __init__(self, reward_functions: Sequence[BaseRewardFunction]):
         self._rewards = reward_functions
-        self._waiting: list[tuple[SampleState, asyncio.Future[Scores]]] = []
-        self._task: asyncio.Task[None] | None = None  # not a caller's, since an episode may be cancelled
+        self._batch: list[SampleState] = []
+        self._task: asyncio.Task[list[Scores]] | None = None
+        self._turn = asyncio.Lock()
 
     async def score(self, sample: SampleState) -> Scores:
         """Return the score of each reward by name, up to the first that fails. Raises RewardError like `ask`."""
-        scores: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sample, scores))
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._score_all())
-        return await scores
+        if self._task is None or not self._batch:
+            self._task = asyncio.create_task(self._score_batch())
+        number, task = len(self._batch), self._task
+        self._batch.append(sample)
+        return (await asyncio.shield(task))[number]  # an episode that is cancelled does not cancel the others
 
-    async def _score_all(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            samples = [sample for sample, _ in batch]
-            results: Sequence[Scores | Exception]
-            try:
-                results = await in_own_thread("rl4llm-env-score", partial(self._ask, samples))
-            except Exception as error:  # noqa: BLE001 - every waiting caller raises it
-                results = [error] * len(batch)
-            for (_, scores), result in zip(batch, results, strict=True):
-                if scores.done():  # its episode was cancelled
-                    continue
-                if isinstance(result, Exception):
-                    scores.set_exception(result)
-                else:
-                    scores.set_result(result)
+    async def _score_batch(self) -> list[Scores]:
+        async with self._turn:
+            batch, self._batch = self._batch, []
+            return await in_own_thread("rl4llm-env-score", partial(self._ask, batch))
 
     def _ask(self, samples: Sequence[SampleState]) -> list[Scores]:
         scores: list[Scores] = [{} for _ in samples]

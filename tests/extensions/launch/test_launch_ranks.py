@@ -31,41 +31,19 @@ sys.exit(0 if tries == int(sys.argv[2]) else 9)
 """
 
 
-@pytest.fixture
-def tries(tmp_path, monkeypatch):
-    """Runs a command under the supervisor; `progress` is the step of the last checkpoint at each look."""
+@pytest.mark.parametrize(("succeeds_at", "progress", "restarts", "expected"), [
+    (4, [None, 2, 2, 4, 4, 6, 6], 1, (0, 4)),  # with progress it is always restarted
+    (99, [2] * 8, 2, (9, 3)),
+    (99, [None] * 4, 5, (9, 1)),
+    (99, [None, 2], 0, (9, 1)),
+])  # fmt: skip
+def test_run_restarts_while_it_saves(tmp_path, monkeypatch, succeeds_at, progress, restarts, expected):
     monkeypatch.setattr(ranks, "LONGEST_WAIT_S", 0.0)
-    count, said = tmp_path / "count", []
-
-    def run(succeeds_at, progress, restarts):
-        looks = iter(progress)
-        command = [sys.executable, "-c", COUNTS_AND_DIES, str(count), str(succeeds_at)]
-        code = Supervisor(command, lambda: next(looks), restarts, said.append).run()
-        return code, int(count.read_text()), said
-
-    return run
-
-
-def test_run_with_progress_is_always_restarted(tries):
-    code, count, said = tries(4, [None, 2, 2, 4, 4, 6, 6], restarts=1)
-    assert (code, count) == (0, 4)
-    assert len(said) == 3
-    assert "after a checkpoint of step 6; restarting it" in said[-1]
-
-
-def test_a_run_that_gets_no_further_is_given_up(tries):
-    code, count, said = tries(99, [2] * 8, restarts=2)
-    assert (code, count) == (9, 3)
-    assert "It is not restarted" in said[-1]
-
-
-def test_a_run_that_never_saved_anything_is_not_started_again(tries):
-    code, count, _ = tries(99, [None] * 4, restarts=5)
-    assert (code, count) == (9, 1)
-
-
-def test_without_restarts_the_exit_code_is_that_of_the_run(tries):
-    assert tries(99, [None, 2], restarts=0)[:2] == (9, 1)
+    count, lines, looks = tmp_path / "count", [], iter(progress)
+    command = [sys.executable, "-c", COUNTS_AND_DIES, str(count), str(succeeds_at)]
+    code = Supervisor(command, lambda: next(looks), restarts, lines.append).run()
+    assert (code, int(count.read_text())) == expected
+    assert len(lines) == expected[1] - (code == 0)
 
 
 SUPERVISE = """
@@ -128,18 +106,18 @@ time.sleep(300)
 
 def test_launcher_waiting_for_a_lost_machine_is_killed(monkeypatch):
     monkeypatch.setattr(ranks, "LINGERS_S", 0.5)
-    said = []
-    assert Supervisor([sys.executable, "-c", LINGERS], lambda: 2, 0, said.append).run() == -signal.SIGKILL
-    assert "after a checkpoint of step 2" in said[-1]
+    assert Supervisor([sys.executable, "-c", LINGERS], lambda: 2, 0, print).run() == -signal.SIGKILL
 
 
 def test_several_machines_meet_at_the_first_one():
     second = Nodes(nproc=8, nnodes=2, node_rank=1, rendezvous="127.0.0.1:29500")
-    assert "--standalone" not in second.torchrun()
-    assert {"--nnodes=2", "--rdzv-endpoint=127.0.0.1:29500", "--rdzv-conf=is_host=false"} <= set(
-        second.torchrun()
-    )
-    assert "--local-addr=127.0.0.1" in second.torchrun()
+    words = {
+        "--nnodes=2",
+        "--rdzv-endpoint=127.0.0.1:29500",
+        "--rdzv-conf=is_host=false",
+        "--local-addr=127.0.0.1",
+    }
+    assert words <= {*second.torchrun()} and "--standalone" not in second.torchrun()
     assert second.environ() == {"GLOO_SOCKET_IFNAME": "lo"}
     assert "--standalone" in Nodes(nproc=2).torchrun()
     assert Nodes(nproc=2).environ() == {}

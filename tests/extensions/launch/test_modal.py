@@ -203,7 +203,7 @@ def test_containers_start_the_trainer_and_a_server_of_the_run(tmp_path, monkeypa
     modal_app.worker()
     (commit, trainer, environ, place), (reload, server, others, outside) = calls
     assert (commit, place, reload, outside) == ("commit", Path("/shared"), "reload", Path("/"))
-    assert trainer[1:4] == server[1:4] == ("-m", "rl4llm", "launch")
+    assert trainer[1:4] == server[1:4] == ["-m", "rl4llm", "launch"]
     words = part(*launched(trainer), environ)
     assert {'inference.url=["https://a", "https://b"]', "inference.visible_within_s=600.0"} <= {*words}
     assert "sandbox.level=rl4llm.extensions.launch.modal_app:Programs" in words
