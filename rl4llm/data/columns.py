@@ -103,9 +103,9 @@ def messages_in(stored: Any, column: str, *, only: bool = False) -> Any:
     """
     if not isinstance(stored, str) or not (only or _LIST.fullmatch(stored)):
         return stored
-    for read in (json.loads, ast.literal_eval):
+    for parse in (json.loads, ast.literal_eval):
         try:
-            value = read(stored.strip())
+            value = parse(stored.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         return value if isinstance(value, list) and (only or all(map(_says, value))) else stored

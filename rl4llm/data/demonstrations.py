@@ -94,11 +94,11 @@ def valued_at_the_end(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
     of transformers give the score there. A value describes the state before a policy token (see `rl4llm.backends.heads`),
     so one is appended. Any token works, since none follows it.
     """
-    read = [TokenSpan.context(span.token_ids, span.images) for span in trajectory.spans]
+    context = [TokenSpan.context(span.token_ids, span.images) for span in trajectory.spans]
     if renderer.after_turn:
-        read.append(TokenSpan.context(renderer.after_turn))
+        context.append(TokenSpan.context(renderer.after_turn))
     stop = renderer.stop_token_ids[0]
-    return replace(trajectory, spans=(*read, TokenSpan((stop,), "policy", (0.0,), version=0)))
+    return replace(trajectory, spans=(*context, TokenSpan((stop,), "policy", (0.0,), version=0)))
 
 
 def _answered(
@@ -138,16 +138,16 @@ def _segments(
     turns = [turn for turn, item in enumerate(messages) if item.role == "assistant" and turn >= prompt_size]
     start, by = 0, None
     for turn, after in zip(turns, [*turns[1:], len(messages)], strict=False):
-        asked, between = messages[:start], messages[start:turn]
+        history, between = messages[:start], messages[start:turn]
         prompt = (
-            renderer.following(between, ended=True, by=by, messages=asked)
+            renderer.following(between, ended=True, by=by, messages=history)
             if segments
             else renderer.first(between)
         )
         new = messages[turn + 1 : after] if whole or after < len(messages) else ()
-        said = tuple(renderer.completion(messages[: turn + 1], new))
-        segments += [_Segment(tuple(prompt), between), _Segment(said, messages[turn : turn + 1])]
-        start, by = turn + 1, said[-1]
+        completion = tuple(renderer.completion(messages[: turn + 1], new))
+        segments += [_Segment(tuple(prompt), between), _Segment(completion, messages[turn : turn + 1])]
+        start, by = turn + 1, completion[-1]
     if whole and segments and start < len(messages):
         rest = renderer.following(messages[start:], ended=True, by=by, messages=messages[:start])
         segments.append(_Segment(tuple(rest), messages[start:]))
@@ -159,19 +159,19 @@ def by_form(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[l
 
     A template that renders one row of a form renders nearly all of them: it asks for roles, calls, thoughts and tools.
     """
-    found: dict[Hashable, list[int]] = {}
+    numbers: dict[Hashable, list[int]] = {}
     for number, row in enumerate(rows):
         kinds = [_kind(message) for column in columns for message in row[column]]
         form = frozenset(pairwise((None, *kinds, None))), bool(row.get(TOOLS)), str(row.get(TEMPLATE_ARGS))
-        found.setdefault(form, []).append(number)
-    return list(found.values())
+        numbers.setdefault(form, []).append(number)
+    return list(numbers.values())
 
 
 def _kind(message: Mapping[str, Any]) -> tuple[Any, ...]:
     content = message["content"].strip()
     opening = content[:8] if content.startswith("<") else ""  # such as <think>
-    given = (bool(message.get(key)) for key in ("parts", "tool_calls", "reasoning_content"))
-    return (message["role"], bool(content), opening, after_thinking(content) != content, *given)
+    flags = (bool(message.get(key)) for key in ("parts", "tool_calls", "reasoning_content"))
+    return (message["role"], bool(content), opening, after_thinking(content) != content, *flags)
 
 
 def as_row(episode: Trajectory) -> dict[str, Any]:

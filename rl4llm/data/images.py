@@ -137,10 +137,10 @@ class RowImages:
             return list(messages)
         marks = sum(message.content.count(MARK) for message in messages)
         if marks == 0 and not self._found:
-            first = next((n for n, message in enumerate(messages) if message.role == "user"), 0)
+            place = next((n for n, message in enumerate(messages) if message.role == "user"), 0)
             pictures = [self() for _ in self._waiting[:]]
             return [
-                replace(message, parts=(*pictures, message.content)) if number == first else message
+                replace(message, parts=(*pictures, message.content)) if number == place else message
                 for number, message in enumerate(messages)
             ]
         if marks != len(self._waiting):
@@ -150,8 +150,8 @@ class RowImages:
         return [self._split(message) if MARK in message.content else message for message in messages]
 
     def _split(self, message: ChatMessage) -> ChatMessage:
-        first, *rest = message.content.split(MARK)
-        parts: list[str | Picture] = [first, *(part for text in rest for part in (self(), text))]
+        head, *rest = message.content.split(MARK)
+        parts: list[str | Picture] = [head, *(part for text in rest for part in (self(), text))]
         return ChatMessage.showing(message.role, *(part for part in parts if part))
 
 
@@ -186,9 +186,9 @@ class ImageStore:
         """Return the pixels of an image (H, W, 3); raises DataError if their file is gone or is another image."""
         self._write()
         with self._lock:
-            kept = self._recent.get(image.digest, self._unwritten.get(image.digest))
-        if kept is not None:
-            return kept
+            cached = self._recent.get(image.digest, self._unwritten.get(image.digest))
+        if cached is not None:
+            return cached
         file = (self._directory or Path(os.devnull)) / f"{image.digest}.png"
         try:
             with PIL.Image.open(file, formats=["PNG"]) as opened:
@@ -206,9 +206,9 @@ class ImageStore:
         file = self._directory / f"{image.digest}.png" if self._directory else None
         if file is not None and file.exists():
             return file.read_bytes()
-        made = io.BytesIO()
-        PIL.Image.fromarray(pixels_HWC).save(made, format="PNG")
-        return made.getvalue()
+        buffer = io.BytesIO()
+        PIL.Image.fromarray(pixels_HWC).save(buffer, format="PNG")
+        return buffer.getvalue()
 
     def _remember(self, digest: str, pixels: Pixels) -> None:
         self._write()

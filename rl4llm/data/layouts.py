@@ -66,12 +66,12 @@ LAYOUTS: Registry[Layout] = Registry("training.layout")
 def _sorted_rows(flat: Lengths, budget: int) -> Pieces:
     order = np.argsort(-flat.lengths, kind="stable")
     batch, row, zeros = np.zeros((3, len(order)), np.int64)
-    first = number = 0
-    while first < len(order):
-        last = min(len(order), first + budget // int(flat.lengths[order[first]]))
-        batch[first:last] = number
-        row[first:last] = np.arange(last - first)
-        first, number = last, number + 1
+    start = number = 0
+    while start < len(order):
+        stop = min(len(order), start + budget // int(flat.lengths[order[start]]))
+        batch[start:stop] = number
+        row[start:stop] = np.arange(stop - start)
+        start, number = stop, number + 1
     return Pieces(flat.starts[order], flat.lengths[order], batch, row, zeros, zeros + 1, zeros, zeros + NEVER)
 
 
@@ -106,12 +106,12 @@ def _units(flat: Lengths, budget: int) -> list[list[int]]:
     """Return the trajectories of each unit: those of a group, cut where their tokens exceed the budget."""
     units: list[list[int]] = []
     group, used = None, 0
-    own = flat.lengths - flat.prompt_lengths
-    for i in np.lexsort((-own, flat.groups)):
-        if flat.groups[i] != group or used + own[i] > budget:
+    suffixes = flat.lengths - flat.prompt_lengths
+    for i in np.lexsort((-suffixes, flat.groups)):
+        if flat.groups[i] != group or used + suffixes[i] > budget:
             group, used = flat.groups[i], flat.prompt_lengths[i]
             units.append([])
-        used += own[i]
+        used += suffixes[i]
         units[-1].append(i)
     return [sorted(unit) for unit in units]
 

@@ -75,8 +75,8 @@ def usable_rows(rows: Any, faults: Mapping[int, str], *, skip: bool) -> Any:
         raise DataError(
             f"each row has a fault; the first: {reasons[0]}" if skip else f"{reasons[0]} {OR_SKIP}"
         )
-    kept = rows_without(rows, faults)
-    return replace(kept, skipped=(*kept.skipped, *reasons)) if isinstance(kept, Rows) else kept
+    usable = rows_without(rows, faults)
+    return replace(usable, skipped=(*usable.skipped, *reasons)) if isinstance(usable, Rows) else usable
 
 
 def rows_without(rows: Any, left_out: Container[int]) -> Any:
@@ -93,8 +93,8 @@ def dropped(rows: Sequence[Any], kept: Sequence[Any], where: str) -> list[str]:
     total = len(rows) + len(rows.skipped if isinstance(rows, Rows) else ())
     reasons = kept.skipped if isinstance(kept, Rows) else ()
     count = len(reasons) if isinstance(kept, Rows) else total - len(kept)
-    first = f" The first: {reasons[0]}" if reasons else ""
-    return [f"{where}: {count} of {total} rows were skipped (data.bad_rows=skip).{first}"] if count else []
+    example = f" The first: {reasons[0]}" if reasons else ""
+    return [f"{where}: {count} of {total} rows were skipped (data.bad_rows=skip).{example}"] if count else []
 
 
 def place(rows: Any, number: int) -> str:

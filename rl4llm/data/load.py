@@ -184,30 +184,30 @@ class RowReader:
         messages = self.with_system_prompt(row, messages)
         if messages or "text" not in answers:
             self.check(messages)
-        made = {
+        columns = {
             "messages": [message.to_dict() for message in messages],
             "ground_truth": self.ground_truth(row),
             **answers,
             **shown_columns(row),
         }
-        made |= {column: value for column, value in row.items() if column not in {*made, "prompt_id"}}
+        columns |= {column: value for column, value in row.items() if column not in {*columns, "prompt_id"}}
         # a lone surrogate raises UnicodeEncodeError here, and not when a tokenizer reads the row in the middle of a run
-        json.dumps(made, ensure_ascii=False, skipkeys=True, default=lambda value: None).encode()
+        json.dumps(columns, ensure_ascii=False, skipkeys=True, default=lambda value: None).encode()
         text = json.dumps(stored, sort_keys=True, default=_as_text)
         name = str(next((row[key] for key in ("prompt_id", "id") if row.get(key) not in (None, "")), ""))
-        return name or hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), made
+        return name or hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), columns
 
     def with_system_prompt(self, row: Mapping[str, Any], messages: Messages) -> Messages:
         """Return messages after the system prompt of the row's column or the configuration; a row has one of them."""
         columns = [name for name in SYSTEM_COLUMNS if row.get(name) and _is_text(row[name])]
-        read = (conversation(name, [{"role": "system", "content": row[name]}]) for name in columns)
-        own = [message.content for (message,) in read if message.content.strip()]
-        found = [message.content for message in messages if message.role == "system"]
-        if self.system_prompt and (own or found):
+        prompts = (conversation(name, [{"role": "system", "content": row[name]}]) for name in columns)
+        texts = [message.content for (message,) in prompts if message.content.strip()]
+        systems = [message.content for message in messages if message.role == "system"]
+        if self.system_prompt and (texts or systems):
             raise DataError("the row already has a system message. Leave data.system_prompt unset.")
-        if own and len({text.strip() for text in (*own, *found[:1])}) > 1:
-            raise DataError(f"the row has a system message and another in a column ({own[-1]!r:.40}).")
-        text = self.system_prompt or (None if found or not own else own[0])
+        if texts and len({text.strip() for text in (*texts, *systems[:1])}) > 1:
+            raise DataError(f"the row has a system message and another in a column ({texts[-1]!r:.40}).")
+        text = self.system_prompt or (None if systems or not texts else texts[0])
         return [ChatMessage("system", text), *messages] if text and messages else messages
 
     def read(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Any], Any]:
@@ -240,12 +240,12 @@ class RowReader:
         answer = _column(row, "data.answer_column", column) if named else None
         if self.answer_pattern is None:
             return answer
-        found = re.search(self.answer_pattern, answer) if isinstance(answer, str) else None
-        if found is None or found[1] is None:
+        match = re.search(self.answer_pattern, answer) if isinstance(answer, str) else None
+        if match is None or match[1] is None:
             raise DataError(
                 f"column {column!r} does not match data.answer_pattern: {answer!r:.60}. Next: change the pattern."
             )
-        return found[1]
+        return match[1]
 
     def prompt(self, row: Mapping[str, Any], column: str) -> Messages:
         """Return the messages of a column, or its text as the user's message, inside `prompt_template`."""
@@ -297,7 +297,7 @@ def _prompts(
     copies: Counter[str] = Counter()
     for where, row in located:
         try:
-            name, made = reader.named(row)
+            name, columns = reader.named(row)
         except (DataError, *_OF_ROWS) as error:
             reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}."
             if not skip:
@@ -309,7 +309,7 @@ def _prompts(
             copies[name] += 1
             prompt_id = f"{name}-{copies[name] + 1}"
         used.add(prompt_id)
-        yield where, {"prompt_id": prompt_id, **made}
+        yield where, {"prompt_id": prompt_id, **columns}
 
 
 def _as_text(value: Any) -> str:

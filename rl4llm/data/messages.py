@@ -47,8 +47,8 @@ def found_call_form(render: Render) -> CallForm:
     """Return the first form in which a template writes a call."""
     calling = ChatMessage("assistant", "", (_CALL,))
     for form in _FORMS:
-        for asked in _OPENINGS:
-            text = render([*map(shown_message, asked), shown_message(calling, form)]) or ""
+        for messages in _OPENINGS:
+            text = render([*map(shown_message, messages), shown_message(calling, form)]) or ""
             parts = ("probe_call", *_ARGUMENTS, *_ARGUMENTS.values())
             if all(part in text for part in parts) and repr(_ARGUMENTS) not in text:
                 return form
@@ -57,8 +57,8 @@ def found_call_form(render: Render) -> CallForm:
 
 def shows_reasoning(render: Render) -> bool:
     """Return whether a template writes what the assistant thought before it spoke."""
-    said = ChatMessage("assistant", "ProbeAnswer", reasoning="ProbeReasoning")
-    texts = (render([*map(shown_message, asked), shown_message(said)]) or "" for asked in _OPENINGS)
+    answer = ChatMessage("assistant", "ProbeAnswer", reasoning="ProbeReasoning")
+    texts = (render([*map(shown_message, messages), shown_message(answer)]) or "" for messages in _OPENINGS)
     return any("ProbeReasoning" in text for text in texts)
 
 
@@ -101,12 +101,12 @@ def marked(message: ChatMessage, mark: str) -> ChatMessage:
     """Return an assistant's message with `mark` in place of its text, or of the arguments of its last call."""
     if not message.tool_calls:
         return replace(message, content=mark)
-    *calls, last = message.tool_calls
-    function = dict(last.get("function") or last)
+    *calls, call = message.tool_calls
+    function = dict(call.get("function") or call)
     function["arguments"] = (
         f'{{"mark": "{mark}"}}' if isinstance(function.get("arguments"), str) else {"mark": mark}
     )
-    marked = {**last, "function": function} if "function" in last else function
+    marked = {**call, "function": function} if "function" in call else function
     return replace(message, tool_calls=(*calls, marked))
 
 
@@ -118,8 +118,12 @@ def unread_args(args: Mapping[str, Any], source: str) -> set[str]:
     words = set(re.findall(r"\w+", source)) - {"add_generation_prompt", "messages"}
     for name, value in args.items():
         truth = isinstance(value, str) and value.lower() in _TRUTHS
-        asked = rf"\b(if|and|or|not)\s+{re.escape(name)}\b(?!\s*[=!|.])"
-        if truth and re.search(asked, source) and not re.search(f"['\"]{value}['\"]", source, re.IGNORECASE):
+        condition = rf"\b(if|and|or|not)\s+{re.escape(name)}\b(?!\s*[=!|.])"
+        if (
+            truth
+            and re.search(condition, source)
+            and not re.search(f"['\"]{value}['\"]", source, re.IGNORECASE)
+        ):
             raise ConfigError(
                 f"env.template_args: {name}={value!r} is a string, which is true in a template. Accepted: true or false."
             )
@@ -150,14 +154,14 @@ def plain(value: Any) -> Any:
 def answering(asked: Sequence[ChatMessage], new: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return new messages in which answers of tools hold the calls of the message before them."""
     calls = list(asked[0].tool_calls or ()) if asked else []
-    found = list(new)
+    messages = list(new)
     for number, message in enumerate(new):
         if message.role != "tool" or message.tool_calls or not calls:
             break
-        own = [call for call in calls if message.tool_call_id and call.get("id") == message.tool_call_id]
-        call = own[0] if own else calls[min(number, len(calls) - 1)]
-        found[number] = replace(message, tool_calls=(call,))
-    return found
+        matches = [call for call in calls if message.tool_call_id and call.get("id") == message.tool_call_id]
+        call = matches[0] if matches else calls[min(number, len(calls) - 1)]
+        messages[number] = replace(message, tool_calls=(call,))
+    return messages
 
 
 def roles_of(messages: Sequence[ChatMessage]) -> str:
@@ -172,11 +176,11 @@ def description(schemas: Sequence[str], example: str) -> str:
 
 def with_description(rows: list[dict[str, Any]], text: str, *, in_system: bool) -> list[dict[str, Any]]:
     """Return rows of messages with a text at the end of the system prompt, or before the first message."""
-    first, *rest = rows
+    head, *rest = rows
     if not in_system:
-        return [first | {"content": _after(f"{text}\n\n", first["content"])}, *rest]
-    if first["role"] == "system":
-        return [first | {"content": f"{first['content']}\n\n{text}"}, *rest]
+        return [head | {"content": _after(f"{text}\n\n", head["content"])}, *rest]
+    if head["role"] == "system":
+        return [head | {"content": f"{head['content']}\n\n{text}"}, *rest]
     return [{"role": "system", "content": text}, *rows]
 
 

@@ -23,8 +23,8 @@ def overlap_warnings(
     if not isinstance(training, Rows) or not isinstance(held_out, Rows):
         return []
     prompts = list(_hashes(held_out, answered))
-    wanted = set(prompts)
-    seen = {found for found in _hashes(training if wanted else (), answered) if found in wanted}
+    hashes = set(prompts)
+    seen = {found for found in _hashes(training if hashes else (), answered) if found in hashes}
     count = sum(prompt in seen for prompt in prompts)
     if not count:
         return []

@@ -67,9 +67,9 @@ class Batching:
     positions: Positions | None = None
 
     def __post_init__(self) -> None:
-        one = np.ones(1, np.int64)
+        ones = np.ones(1, np.int64)
         # Refuses an unknown aggregation, and "constant" without a length to divide by.
-        AGGREGATIONS[self.aggregation](one, one, StepTotals(1, 1), self.constant_length)
+        AGGREGATIONS[self.aggregation](ones, ones, StepTotals(1, 1), self.constant_length)
 
     def budget(self, lengths: Iterable[int]) -> int:
         """Return the tokens of a micro-batch for pieces of these lengths, which cannot be cut."""
@@ -95,11 +95,13 @@ class Batching:
         prompts, weights = prompts[owners], weights[owners]
         lengths = np.array([trajectory.num_tokens for trajectory in trajectories], np.int64)
         budget = self.budget(np.bincount(prompts, lengths).astype(int) if self.whole_groups else lengths)
-        kept = [
+        trained = [
             i for i, credit in enumerate(credits) if credit is not None and trajectories[i].num_policy_tokens
         ]
         batches = []
-        for part in _parts(kept, prompts, lengths, budget) if self.whole_groups else filter(None, [kept]):
+        for part in (
+            _parts(trained, prompts, lengths, budget) if self.whole_groups else filter(None, [trained])
+        ):
             chosen = [trajectories[i] for i in part]
             flat = _flatten(
                 chosen,
@@ -109,10 +111,10 @@ class Batching:
                 records=np.array(part, np.int64),
             )
             seen = any(span.images for trajectory in chosen for span in trajectory.spans)
-            shown = load("rl4llm.data.shown:Shown").of(chosen, self.positions) if seen else None
+            images = load("rl4llm.data.shown:Shown").of(chosen, self.positions) if seen else None
             room = int(flat.lengths.max()) * len(part) if self.whole_groups else budget
             placed = LAYOUTS[self.layout](flat, room).by_batch()
-            batches += [_batch(flat, shown, pieces, self.pad_token_id) for pieces in placed]
+            batches += [_batch(flat, images, pieces, self.pad_token_id) for pieces in placed]
         return batches
 
 
@@ -156,13 +158,13 @@ def _by_record(
     """Return the trajectory number of each token record, and the records as trajectories with their credits."""
     owners, records, shares = [], [], []
     for i, (trajectory, credit) in enumerate(zip(trajectories, credits, strict=True)):
-        first = 0
+        start = 0
         for record in trajectory.by_record():
-            turns = slice(first, first + record.num_turns)
+            turns = slice(start, start + record.num_turns)
             owners.append(i)
             records.append(record)
             shares.append(credit[turns] if isinstance(credit, Sequence) and trajectory.forks else credit)
-            first = turns.stop
+            start = turns.stop
     return owners, records, shares
 
 
@@ -222,15 +224,15 @@ def _flatten(
 
 def _span_credits(trajectories: list[Trajectory], credits: list[Credit]) -> Floats:
     """Return the credit of each span's tokens: its turn's or its trajectory's, 0 for context."""
-    found = []
+    values = []
     for trajectory, credit in zip(trajectories, credits, strict=True):
         turn, before = -1, "context"
         for span in trajectory.spans:
             turn += span.author == "policy" != before
             before = span.author
-            own = credit[turn] if isinstance(credit, Sequence) and span.author == "policy" else credit
-            found.append(own if span.author == "policy" else 0.0)
-    return np.array(found, float)
+            value = credit[turn] if isinstance(credit, Sequence) and span.author == "policy" else credit
+            values.append(value if span.author == "policy" else 0.0)
+    return np.array(values, float)
 
 
 def _numbered(keys: Iterable[object]) -> Ints:

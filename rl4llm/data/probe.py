@@ -45,18 +45,18 @@ def whole_prompt(template: ChatTemplate, messages: Sequence[ChatMessage]) -> str
 
 def _loss(template: ChatTemplate, messages: Sequence[ChatMessage]) -> str | None:
     """Return what the template leaves out of messages like these, with made-up texts and arguments; None if nothing."""
-    marks, made = {}, list(messages)
+    marks, probes = {}, list(messages)
     for number, message in enumerate(messages):
-        said, called = probe_name(number), f"{probe_name(number)}Call"
+        name, called = probe_name(number), f"{probe_name(number)}Call"
         # some templates leave out what is said beside a call, as OpenAI's, in which it is a thought
         if message.content.strip() and not message.parts and not message.tool_calls:
-            made[number] = replace(message, content=said)
-            marks[said] = f"what message {number + 1}, the {message.role}'s, says"
+            probes[number] = replace(message, content=name)
+            marks[name] = f"what message {number + 1}, the {message.role}'s, says"
         if message.role == "assistant" and message.tool_calls:
-            made[number] = marked(made[number], called)
+            probes[number] = marked(probes[number], called)
             marks[called] = f"a call of a tool in message {number + 1}"
     try:
-        text = template.text(made)
+        text = template.text(probes)
     except TemplateError:
         return None
     lost = next((what for mark, what in marks.items() if mark not in text), None)
@@ -137,9 +137,9 @@ class _Trial:
         """Raise TemplateError with the reason if the two renderings differ."""
         self._template.end  # noqa: B018 - raises if no token ends a turn
         whole, pieces, stops = self._pieces()
-        first = whole[: whole.index(probe_name(0))]
-        asked, prompted = (self._template.text(self._opening, prompt=prompt) for prompt in (False, True))
-        self._check_same(first, asked, prompted, "the first prompt")
+        head = whole[: whole.index(probe_name(0))]
+        unprompted, prompted = (self._template.text(self._opening, prompt=prompt) for prompt in (False, True))
+        self._check_same(head, unprompted, prompted, "the first prompt")
         for number, piece in enumerate(pieces):
             self._check_turn(number, piece)
         if pieces[-1] != self._template.after_reply(self._history(len(self._turns) - 1), self._turns[-1]):
@@ -180,14 +180,14 @@ class _Trial:
 
     def _check_turn(self, number: int, piece: str) -> None:
         history, turn = self._history(number), self._turns[number]
-        asked, prompted = (
+        unprompted, prompted = (
             self._template.after_reply(history, turn, prompt=prompt) for prompt in (False, True)
         )
         what = " + ".join(message.role for message in turn) + f" after answer {number + 1}"
-        lost = [message.role for message in turn if asked.count(message.content) != 1]
+        lost = [message.role for message in turn if unprompted.count(message.content) != 1]
         if lost:
             raise TemplateError(f"the template leaves out or repeats what a {lost[0]} message says")
-        self._check_same(piece, asked, prompted, what)
+        self._check_same(piece, unprompted, prompted, what)
         later = self._template.on_another_day() if self._template.tells_time else self._template
         if later.after_reply(history, turn) != prompted:
             raise TemplateError("the template puts the current date or time into follow-up messages")
@@ -240,10 +240,10 @@ def _reaches(piece: str, begun: str) -> int | None:
     """Return where the beginning of `piece` ends that equals `begun` except for white space; None if it differs."""
     if piece.startswith(begun):
         return len(begun)
-    said = begun.rstrip()
-    pattern = r"\s*".join(map(re.escape, "".join(said.split()))) + re.escape(begun.removeprefix(said))
-    found = re.match(pattern, piece)
-    return found.end() if found and said else None
+    text = begun.rstrip()
+    pattern = r"\s*".join(map(re.escape, "".join(text.split()))) + re.escape(begun.removeprefix(text))
+    match = re.match(pattern, piece)
+    return match.end() if match and text else None
 
 
 def without_thoughts(text: str) -> str:
@@ -252,8 +252,10 @@ def without_thoughts(text: str) -> str:
 
 
 def _made_up(shape: Shape, turn: int) -> list[ChatMessage]:
-    made = []
+    messages = []
     for number, role in enumerate(shape):
         call = {**MADE_UP_CALL, "id": f"call{turn:02}{number:03}"}
-        made.append(ChatMessage(role, f"Probe{turn}x{number}{role}End", (call,) if role == "tool" else None))
-    return made
+        messages.append(
+            ChatMessage(role, f"Probe{turn}x{number}{role}End", (call,) if role == "tool" else None)
+        )
+    return messages

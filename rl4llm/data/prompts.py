@@ -90,7 +90,7 @@ class PromptStream:
         if not self.shuffle:
             return offset
         if epoch not in self._orders:
-            self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
+            self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
             # Raw bits and a stable sort: numpy promises the same bits in every release, not the same permutations.
             bits = np.random.Philox(key=derive_seed(self.seed, "prompts", epoch)).random_raw(self.num_rows)
             self._orders[epoch] = np.argsort(bits, kind="stable")

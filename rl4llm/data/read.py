@@ -82,34 +82,34 @@ def _hub_name(source: str) -> re.Match[str] | None:
 
 
 def _reader(path: Path) -> Callable[[Path, str], Iterator[Located]] | None:
-    return next((read for suffix, read in _READERS.items() if path.name.endswith(suffix)), None)
+    return next((reader for suffix, reader in _READERS.items() if path.name.endswith(suffix)), None)
 
 
 def _file(path: Path, split: str) -> Iterator[Located]:
-    read = _reader(path)
-    if read is None:
+    reader = _reader(path)
+    if reader is None:
         raise DataError(f"{path}: this file type is not supported. Accepted: {', '.join(_READERS)}.")
-    return read(path, split)
+    return reader(path, split)
 
 
 def _directory(path: Path, split: str) -> Iterator[Located]:
     if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         return _saved(path, split)
-    found = [path / f"{split}{suffix}" for suffix in _READERS if (path / f"{split}{suffix}").is_file()]
+    files = [path / f"{split}{suffix}" for suffix in _READERS if (path / f"{split}{suffix}").is_file()]
     shards = _shards(path, split)
-    if shards and not found:
+    if shards and not files:
         return chain.from_iterable(_file(shard, split) for shard in shards)
-    found += shards[:1]
-    if len(found) > 1:
-        names = " and ".join(file.name for file in found)
+    files += shards[:1]
+    if len(files) > 1:
+        names = " and ".join(file.name for file in files)
         raise DataError(f"{path}: {names} both contain the split {split!r}. Set the path of one file.")
-    if not found:
+    if not files:
         names = ", ".join(sorted(file.name for file in path.iterdir())[:10]) or "nothing"
         raise DataError(
             f"{path}: the split {split!r} was not found. Accepted: {split}.jsonl, {split}-00000-of-00002.parquet or the "
             f"like. The directory contains {names}."
         )
-    return _file(found[0], split)
+    return _file(files[0], split)
 
 
 def _shards(path: Path, split: str) -> list[Path]:
@@ -170,11 +170,11 @@ def _json(path: Path, split: str) -> Iterator[Located]:
 
 def _is_lines(text: str) -> bool:
     """Return whether a text is JSON lines: several lines, and the first is an object."""
-    first, _, rest = text.lstrip().partition("\n")
-    if not (first.startswith("{") and first.rstrip().endswith("}") and rest.strip()):
+    line, _, rest = text.lstrip().partition("\n")
+    if not (line.startswith("{") and line.rstrip().endswith("}") and rest.strip()):
         return False
     try:
-        json.loads(first)
+        json.loads(line)
     except (ValueError, RecursionError):
         return False
     return True

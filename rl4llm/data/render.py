@@ -100,8 +100,8 @@ class Renderer:
         thoughts: str = "keep",
         vision: Vision | None = None,
     ):
-        others = special_tokens, call_example, thoughts, vision
-        self._with_args = lambda args: Renderer(tokenizer, tools, roles, args, *others)
+        options = special_tokens, call_example, thoughts, vision
+        self._with_args = lambda args: Renderer(tokenizer, tools, roles, args, *options)
         self._args, self._call_example = dict(template_args or {}), call_example
         self._template = showing(
             ChatTemplate(tokenizer, tools, template_args, special=special_tokens), call_example
@@ -138,17 +138,17 @@ class Renderer:
         tools = read_tools(tools or [])
         if args:
             try:
-                other = self._with_args({**self._args, **args})
+                renderer = self._with_args({**self._args, **args})
             except ConfigError as error:
                 raise DataError(f"the row's {TEMPLATE_ARGS}={args!r:.100}: {error}") from error
-            return other.of_row({TOOLS: tools})
-        other = copy.copy(self)
-        other._template = showing(self._template.with_tools(tools), self._call_example)
-        other._known, other._latest = {}, ((), ())
-        other.prompt_too_long = Frames(other._text, other.length).too_long
-        other._inherited = self._known
-        other._open(())
-        return other
+            return renderer.of_row({TOOLS: tools})
+        renderer = copy.copy(self)
+        renderer._template = showing(self._template.with_tools(tools), self._call_example)
+        renderer._known, renderer._latest = {}, ((), ())
+        renderer.prompt_too_long = Frames(renderer._text, renderer.length).too_long
+        renderer._inherited = self._known
+        renderer._open(())
+        return renderer
 
     def _open(self, roles: Sequence[str]) -> None:
         """Find out which conversations the template can render; raise TemplateError if there are none."""
@@ -233,9 +233,9 @@ class Renderer:
 
     def reply(self, completion: Completion) -> ChatMessage:
         """Return a completion as a message; a thought whose marks are special tokens, which texts lack, is `reasoning`."""
-        said, without = self._opened + self.decode(completion.token_ids), self._template.special.without
-        thought, answer = map(without, thought_and_answer(said))
-        if answer == after_thinking(without(said)):
+        text, without = self._opened + self.decode(completion.token_ids), self._template.special.without
+        thought, answer = map(without, thought_and_answer(text))
+        if answer == after_thinking(without(text)):
             return ChatMessage("assistant", self.content(completion.text))
         return ChatMessage("assistant", answer, reasoning=thought)
 
@@ -249,11 +249,11 @@ class Renderer:
 
     def completion(self, messages: Sequence[ChatMessage], new: Sequence[ChatMessage] = ()) -> list[int]:
         """Return the tokens of the completion that gives the last of `messages`, before `new`, with its end of turn."""
-        said, end = self._said(messages)
+        text, end = self._said(messages)
         stop = self._template.tokenizer.convert_tokens_to_ids(end) if end else self.stop_token_ids[0]
         if self._template.end.next_role and new:
             stop = self.following(new, ended=False, messages=messages)[0]
-        return [*self.encode(said), stop]
+        return [*self.encode(text), stop]
 
     @property
     def after_turn(self) -> list[int]:
@@ -339,18 +339,18 @@ class Renderer:
             self._known[shape, called] = self._inherited_way(shape, called) or self._probe(
                 shape, called=called
             )
-        known = self._known[shape, called]
-        if isinstance(known, str):
-            raise self._error(f"follow-ups [{', '.join(shape)}]", known)
-        return known
+        way = self._known[shape, called]
+        if isinstance(way, str):
+            raise self._error(f"follow-ups [{', '.join(shape)}]", way)
+        return way
 
     def _inherited_way(self, shape: Shape, called: bool) -> _Way | None:
         """Return how the renderer without the tools of a row renders a shape, if these tools change nothing there."""
         way = self._inherited.get((shape, called))
         if not isinstance(way, _Way) or way.needs_history:
             return None
-        own = self._template.calling() if way.template.calls else self._template
-        return way if alike(way.template, own, shape, self._base) else None
+        template = self._template.calling() if way.template.calls else self._template
+        return way if alike(way.template, template, shape, self._base) else None
 
     def _probe(self, shape: Shape, *, called: bool) -> _Way | str:
         """Return how messages of a shape are rendered, or why they cannot be.

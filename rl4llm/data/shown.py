@@ -40,14 +40,14 @@ class Shown:
         lengths: dict[Image, int] = {}
         numbers: dict[Image, int] = {}
         start = 0
-        for size, own in zip(sizes, places, strict=True):
-            for place in own:
+        for size, row in zip(sizes, places, strict=True):
+            for place in row:
                 lengths[place.image] = place.length
                 tokens = slice(start + place.offset, start + place.end)
                 image_ids[tokens] = numbers.setdefault(place.image, len(numbers))
                 within[tokens] = np.arange(place.length)
             start += size
-        axes = np.concatenate([positions(size, own) for size, own in zip(sizes, places, strict=True)])
+        axes = np.concatenate([positions(size, row) for size, row in zip(sizes, places, strict=True)])
         counts = np.array([lengths[image] for image in numbers])
         return cls(tuple(numbers), counts, image_ids, within, axes if axes.shape[1] > 1 else None)
 

@@ -160,27 +160,27 @@ class SpecialTokens:
     @cached_property
     def tool_control(self) -> frozenset[str]:
         """Further tokens that are special in what a tool says: those around its answer."""
-        turns = [[_ASKED[1], said] for said in (_SAID, _CALLED)]
+        turns = [[_ASKED[1], answer] for answer in (_SAID, _CALLED)]
         answered = self._around([[*turn, _TOLD] for turn in turns])
         return frozenset(answered - self.control - self._around(turns))
 
     @cached_property
     def own(self) -> frozenset[str]:
         """The special tokens that the template writes inside an assistant's turn, such as [TOOL_CALLS]."""
-        turns = [[*_ASKED[1:], said | thought] for said in (_CALLED, _SAID) for thought in (_THOUGHT, {})]
+        turns = [[*_ASKED[1:], answer | thought] for answer in (_CALLED, _SAID) for thought in (_THOUGHT, {})]
         texts = (self._render(turn, prompt=False) or "" for turn in turns)
         ends = {token for text in texts for token in self._added.findall(text)[-1:]}
         frames = self._around([_ASKED, [*_ASKED[1:], _SAID, _ASKED[1]]])
-        own = self._around(turns, thoughts=True) & self.control
-        return frozenset(own - frames - ends - {self._tokenizer.eos_token})
+        tokens = self._around(turns, thoughts=True) & self.control
+        return frozenset(tokens - frames - ends - {self._tokenizer.eos_token})
 
     def _around(self, conversations: Sequence[Sequence[Row]], thoughts: bool = False) -> set[str]:
         """Return the added tokens in renderings; those of thoughts are no frame of a message."""
         texts = (
             self._render(rows, prompt=prompt) or "" for rows in conversations for prompt in (False, True)
         )
-        found = {token for text in texts for token in self._added.findall(text)}
-        return {token for token in found if thoughts or "think" not in token.lower()}
+        tokens = {token for text in texts for token in self._added.findall(text)}
+        return {token for token in tokens if thoughts or "think" not in token.lower()}
 
     @cached_property
     def _added(self) -> re.Pattern[str]:
@@ -233,13 +233,13 @@ class SpecialTokens:
         names = {
             token: f"name{nonce}n{i}end" for i, token in enumerate(sorted(self.control | self.tool_control))
         }
-        made = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        added = [(token["content"], token["id"]) for token in made["added_tokens"]]
-        for token in made["added_tokens"]:
+        data = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        added = [(token["content"], token["id"]) for token in data["added_tokens"]]
+        for token in data["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
-        _rename(made["model"], names)
-        made.update(truncation=None, padding=None, post_processor=None)
-        twin = Tokenizer.from_str(json.dumps(made))
+        _rename(data["model"], names)
+        data.update(truncation=None, padding=None, post_processor=None)
+        twin = Tokenizer.from_str(json.dumps(data))
         ids = {twin.token_to_id(names.get(text, text)): token for text, token in added}
         return twin, names, {ours: token for ours, token in ids.items() if ours is not None}
 
@@ -270,12 +270,12 @@ def framed(source: str, tokenizer: Any) -> str:
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
     """Rename tokens in the vocabulary of a tokenizer's model; the unknown token and bytes are also found by their names."""
     vocabulary = model["vocab"]
-    kept = {text for text in names if text == model.get("unk_token") or _BYTE.fullmatch(text)}
+    fixed = {text for text in names if text == model.get("unk_token") or _BYTE.fullmatch(text)}
     if isinstance(vocabulary, list):  # of pieces and scores, with the ids as places
         for entry in vocabulary:
-            entry[0] = names.get(entry[0], entry[0]) if entry[0] not in kept else entry[0]
+            entry[0] = names.get(entry[0], entry[0]) if entry[0] not in fixed else entry[0]
         return
-    gone = {text for text in names if text in vocabulary} - kept
+    gone = {text for text in names if text in vocabulary} - fixed
     vocabulary.update({names[text]: vocabulary[text] for text in names if text in vocabulary})
     for text in gone:
         del vocabulary[text]

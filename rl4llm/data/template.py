@@ -90,16 +90,20 @@ class ChatTemplate:
         source = framed(self._checked_source(), tokenizer)
         self.tells_time = "strftime_now" in source
         if self.tells_time:  # shadow the template's clock by a macro that always tells the same time
-            told = "".join(f".replace('%{letter}', '{day.strftime('%' + letter)}')" for letter in _DIRECTIVES)
-            source = f"{{% macro strftime_now(format) %}}{{{{ format{told} }}}}{{% endmacro %}}\n{source}"
+            replacements = "".join(
+                f".replace('%{letter}', '{day.strftime('%' + letter)}')" for letter in _DIRECTIVES
+            )
+            source = (
+                f"{{% macro strftime_now(format) %}}{{{{ format{replacements} }}}}{{% endmacro %}}\n{source}"
+            )
         self._source = source
         self.notes = unread_args(self._args, source)  # what users should know; probes add more
         self.losses: dict[Any, str | None] = {}  # what prompts of each form lose, see `whole_prompt`
-        taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {
+        parameters = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {
             "documents",
             "kwargs",
         }
-        if names := taken.intersection(self._args):
+        if names := parameters.intersection(self._args):
             raise ConfigError(
                 f"env.template_args: {names} are parameters of apply_chat_template, not variables."
             )
@@ -149,27 +153,27 @@ class ChatTemplate:
         mark = _REPLY
         while any(mark in message.content for message in (*history, *new)):
             mark += "Again"
-        messages, last = self.linked([*history, *new]), len(history) - 1
-        called = bool(messages[last].tool_calls)
-        messages[last] = marked(messages[last], mark)
-        _, found, tail = self.text(messages, prompt=prompt).rpartition(mark)
-        if not found:
+        messages, place = self.linked([*history, *new]), len(history) - 1
+        called = bool(messages[place].tool_calls)
+        messages[place] = marked(messages[place], mark)
+        _, match, tail = self.text(messages, prompt=prompt).rpartition(mark)
+        if not match:
             raise TemplateError("the template leaves out what the assistant said")
-        return self.after_calls(messages[: last + 1], tail, mark) if called else tail
+        return self.after_calls(messages[: place + 1], tail, mark) if called else tail
 
     def after_calls(self, turn: Sequence[ChatMessage], tail: str, mark: str) -> str:
         """Return what follows the calls of a turn, whose last arguments hold `mark`; `tail` is all behind that mark."""
-        own = self.text(turn, prompt=False).rpartition(mark)[2].rstrip()
+        rest = self.text(turn, prompt=False).rpartition(mark)[2].rstrip()
         closing, token, next_role = self.end
         stop = self.tokenizer.eos_token or token
-        if closing and own.endswith(closing.rstrip()):
-            own = own.removesuffix(closing.rstrip())
+        if closing and rest.endswith(closing.rstrip()):
+            rest = rest.removesuffix(closing.rstrip())
         elif not next_role:  # calls may have another end of turn
-            last = [token, stop, *self.tokens(own)[-1:]]
-            own = own.partition(next(end for end in last if end in own))[0] if last[2:] else own
-        if not tail.startswith(own):
-            raise TemplateError(f"behind calls it writes {own[-40:]!r}, but {tail[:40]!r} if answers follow")
-        return tail[len(own) :]
+            ends = [token, stop, *self.tokens(rest)[-1:]]
+            rest = rest.partition(next(end for end in ends if end in rest))[0] if ends[2:] else rest
+        if not tail.startswith(rest):
+            raise TemplateError(f"behind calls it writes {rest[-40:]!r}, but {tail[:40]!r} if answers follow")
+        return tail[len(rest) :]
 
     def without_end(self, whole: str, *, called: bool) -> tuple[str, str | None]:
         """Return a conversation without the end of its last turn, the assistant's, and the token that ends this turn.
@@ -180,10 +184,10 @@ class ChatTemplate:
         if closing and whole.endswith(closing.rstrip()):
             return whole.removesuffix(closing[closing.index(token) :].rstrip()), token
         ends = [token, self.tokenizer.eos_token, *self.tokens(whole)[-1:]] if called else []
-        found = next((end for end in ends if end and whole.endswith(end)), None)
-        if not closing and found != token:  # the last token belongs to the calls
+        stop = next((end for end in ends if end and whole.endswith(end)), None)
+        if not closing and stop != token:  # the last token belongs to the calls
             return whole, ""
-        return whole.removesuffix(found or ""), found
+        return whole.removesuffix(stop or ""), stop
 
     def linked(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the messages with the calls that tool messages answer in the assistant's message before them, and with ids.
@@ -191,23 +195,23 @@ class ChatTemplate:
         Only if `calls` is set, and for assistant messages without calls; their text, which has the calls as the policy wrote
         them, is left out. Calls that are unknown are made up.
         """
-        found, turn = list(messages), -1
+        rows, turn = list(messages), -1
         for number, message in enumerate(messages if self.calls else ()):
             if message.role == "assistant":
                 turn = -1 if message.tool_calls else number
             elif message.role != "tool":
                 turn = -1
             elif turn >= 0:
-                calls = found[turn].tool_calls or ()
+                calls = rows[turn].tool_calls or ()
                 call = (message.tool_calls or ({**MADE_UP_CALL, "id": f"call{number:05}"},))[0]
-                found[turn] = ChatMessage("assistant", "", (*calls, call))
-                found[number] = ChatMessage(
+                rows[turn] = ChatMessage("assistant", "", (*calls, call))
+                rows[number] = ChatMessage(
                     "tool",
                     message.content,
                     tool_call_id=message.tool_call_id or call["id"],
                     parts=message.parts,
                 )
-        return found
+        return rows
 
     def split_end(self, tail: str) -> tuple[str, str]:
         """Return the end-of-turn token that `tail` starts with, and the text after that token.
@@ -244,7 +248,7 @@ class ChatTemplate:
         if one[:size] != other[:size]:
             size = bisect_left(range(size), True, key=lambda last: one[: last + 1] != other[: last + 1])
         longer = (text for text in (one, other) if len(text) > size)
-        spans = [found.span() for text in longer for found in self._token_pattern.finditer(text)]
+        spans = [match.span() for text in longer for match in self._token_pattern.finditer(text)]
         return one[: min([size, *(start for start, stop in spans if start < size < stop)])]
 
     def waiting_end(self) -> str | None:
@@ -278,9 +282,9 @@ class ChatTemplate:
         return self._again(tools)
 
     def _again(self, tools: Sequence[Mapping[str, Any]] | None, day: datetime = PINNED_DAY) -> ChatTemplate:
-        other = ChatTemplate(self.tokenizer, tools, self._args, day, self.special)
-        other.calls, other.notes = self.calls, self.notes
-        return other
+        template = ChatTemplate(self.tokenizer, tools, self._args, day, self.special)
+        template.calls, template.notes = self.calls, self.notes
+        return template
 
     @property
     def shown_names(self) -> list[str]:
@@ -291,39 +295,43 @@ class ChatTemplate:
 
     def calling(self) -> ChatTemplate:
         """Return the same template for answers of tools that follow `tool_calls` in the assistant's message."""
-        other = copy.copy(self)
-        other.calls = True
-        return other
+        template = copy.copy(self)
+        template.calls = True
+        return template
 
     def describing(self, example: str) -> ChatTemplate:
         """Return the same template with its tools described in the system prompt, or in the first message if it has none."""
-        other = copy.copy(self.without_tools())
-        asked = [message.to_dict() for message in opening(system=True)]
-        text = self._rendered(asked, prompt=True) or ""
-        other._in_system = all(row["content"] in text for row in asked)
+        template = copy.copy(self.without_tools())
+        rows = [message.to_dict() for message in opening(system=True)]
+        text = self._rendered(rows, prompt=True) or ""
+        template._in_system = all(row["content"] in text for row in rows)
         schemas = [json.dumps(tool, ensure_ascii=False) for tool in self.tools or ()]
-        other._described_tools = self.tools or ()
-        other.described = description([self.special.marked(schema, "system") for schema in schemas], example)
-        return other
+        template._described_tools = self.tools or ()
+        template.described = description(
+            [self.special.marked(schema, "system") for schema in schemas], example
+        )
+        return template
 
     def _end(self, asked: Sequence[ChatMessage]) -> TurnEnd:
         turn = [*asked, probe_reply(0)]
-        own = self.after_reply(turn, [], prompt=False).lstrip()
+        closing = self.after_reply(turn, [], prompt=False).lstrip()
         try:
             middle = self.after_reply(turn, [ChatMessage("user", _FOLLOW_UP)]).lstrip()
         except TemplateError:
             middle = ""
-        if not self.begins_with_token(own):
+        if not self.begins_with_token(closing):
             end, rest = self.split_end(middle)
             header = (end + rest).partition(_FOLLOW_UP)[0]
             before = self.text(asked, prompt=False).partition(asked[-1].content)[0]
             return TurnEnd("", end, next_role=before.endswith(header))
         whole = self.text(turn, prompt=False)
-        said, tokens = whole[len(self.shared(whole, self.text(asked))) :], self.tokens(own)
+        answer, tokens = whole[len(self.shared(whole, self.text(asked))) :], self.tokens(closing)
         alone = (
-            token for token in tokens if said.count(token) == 1 and own.partition(token)[0] + token in middle
+            token
+            for token in tokens
+            if answer.count(token) == 1 and closing.partition(token)[0] + token in middle
         )
-        return TurnEnd(own, next(alone, tokens[0]))
+        return TurnEnd(closing, next(alone, tokens[0]))
 
     @cached_property
     def _token_pattern(self) -> re.Pattern[str]:
@@ -378,8 +386,8 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 def opening(system: bool) -> list[ChatMessage]:
     """Return a made-up first prompt."""
-    asked = [ChatMessage("user", "ProbeOpeningQuestion")]
-    return [ChatMessage("system", "ProbeSystemPrompt"), *asked] if system else asked
+    question = [ChatMessage("user", "ProbeOpeningQuestion")]
+    return [ChatMessage("system", "ProbeSystemPrompt"), *question] if system else question
 
 
 def probe_name(number: int) -> str:

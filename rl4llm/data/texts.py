@@ -64,9 +64,9 @@ def text_chunks(rows: Sequence[Mapping[str, Any]], tokenizer: Any, special_token
 
 def text_group(row: Mapping[str, Any], prompt_id: str) -> Group:
     """Return a chunk as a group of one; its first token is context, since nothing predicts it."""
-    first, *rest = row[_TOKENS].tolist()
-    said = TokenSpan(tuple(rest), "policy", (0.0,) * len(rest), version=0)
+    head, *rest = row[_TOKENS].tolist()
+    span = TokenSpan(tuple(rest), "policy", (0.0,) * len(rest), version=0)
     noted = {"metrics": {_SPECIAL: row[_SPECIAL]}} if _SPECIAL in row else {}
     return Group(
-        prompt_id, (Trajectory(prompt_id, (TokenSpan.context([first]), said), (), {}, 0.0, "done", noted),)
+        prompt_id, (Trajectory(prompt_id, (TokenSpan.context([head]), span), (), {}, 0.0, "done", noted),)
     )

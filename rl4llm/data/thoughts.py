@@ -72,6 +72,6 @@ def kept_thoughts(renderer: Renderer, spans: Sequence[TokenSpan], messages: Sequ
     end = len(authors) - authors[::-1].index("policy") if "policy" in authors else 0
     while end and authors[end - 1] == "policy":  # several versions of the weights may have written the turn
         end -= 1
-    read = sum(len(span.token_ids) for span in spans[:end])
-    asked = messages[: answers[-1]]
-    return max(0, read - len(renderer.context(renderer.prompt(asked), asked).token_ids))
+    length = sum(len(span.token_ids) for span in spans[:end])
+    prompt = messages[: answers[-1]]
+    return max(0, length - len(renderer.context(renderer.prompt(prompt), prompt).token_ids))

@@ -135,10 +135,10 @@ class Vision:
 
     def inputs(self, pixels: Sequence[Pixels]) -> dict[str, Any]:
         """Return the arguments of the model's `get_image_features` for canonical pixels (H, W, 3)."""
-        made = self._processor(
+        features = self._processor(
             images=list(pixels), do_resize=False, input_data_format="channels_last", return_tensors="pt"
         )
-        return {name: made[name] for name in INPUTS if name in made}
+        return {name: features[name] for name in INPUTS if name in features}
 
     def _see(self, picture: Picture) -> Image:
         """Return the image that the model sees; raises DataError for one that cannot be read or is out of proportion."""
@@ -147,13 +147,13 @@ class Vision:
     def _fit(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width that the processor makes of an image of this size."""
         try:
-            made = self._made(np.zeros((height, width, 3), np.uint8))
+            features = self._made(np.zeros((height, width, 3), np.uint8))
         except ValueError as error:
             raise DataError(f"the model refuses an image of {height} x {width} pixels: {error}.") from error
         if self._length:
-            *_, height, width = np.shape(made["pixel_values"])
+            *_, height, width = np.shape(features["pixel_values"])
             return height, width
-        _, rows, columns = (int(count) for count in np.asarray(made["image_grid_thw"])[0])
+        _, rows, columns = (int(count) for count in np.asarray(features["image_grid_thw"])[0])
         return rows * self._patch, columns * self._patch
 
     def _grid(self, image: Image) -> tuple[int, int]:
@@ -180,10 +180,10 @@ class Vision:
         """Raise ModelError unless the processor makes of a wide image what it makes of its pixels, resized once."""
         wide, processor = _noise(*WIDE), self._processor
         try:
-            own = self._made(wide)
+            features = self._made(wide)
             picture = read_picture(PIL.Image.fromarray(wide))
             once = self.inputs([canonical(picture, self.fit, int(processor.resample))])
-            same = all(np.array_equal(own[name], once[name]) for name in once)
+            same = all(np.array_equal(features[name], once[name]) for name in once)
             same = same and (not self._length or self.fit(*PROBE_SIZE) == self.fit(*WIDE))
         except UNFIT:
             same = False

@@ -32,19 +32,19 @@ def written_turn(
     whole = template.text(messages, prompt=False).rstrip()
     turn, end = template.without_end(whole, called=bool(message.tool_calls))
     size = len(template.shared(prompt, turn))
-    asked, said, reason = prompt[size:], turn[size:], None
+    header, answer, reason = prompt[size:], turn[size:], None
     if end is None:
         reason = f"the turn does not end in {template.end.token!r} but in {whole[-40:]!r}"
-    elif asked and not _is_empty_thought(template, asked, said):
+    elif header and not _is_empty_thought(template, header, answer):
         near = max(0, size - 20)
         reason = (
             f"it asks with {prompt[near:]!r}, but renders the turn differently after the generation prompt: "
             f"{turn[near:][:80]!r}"
         )
     else:
-        reason = _lost(message, template.special.plain(opened + said))
+        reason = _lost(message, template.special.plain(opened + answer))
     if not reason:
-        return said, end or ""
+        return answer, end or ""
     raw = template.special.marked(message.content.removeprefix(opened), "assistant")
     if (
         message.tool_calls is None
@@ -78,10 +78,10 @@ def _drops_thought(prompt: str, raw: str, turn: str, opened: str) -> bool:
 
 def _lost(message: ChatMessage, said: str) -> str | None:
     """Return what a rendering loses of a message; None if it loses nothing."""
-    content, shown = ("".join(text.split()) for text in (message.content, said))  # without white space
-    if content not in shown:
+    content, rendering = ("".join(text.split()) for text in (message.content, said))  # without white space
+    if content not in rendering:
         return f"it leaves out or alters {message.content[:40]!r}"
-    if "".join(message.reasoning.split()) not in shown:
+    if "".join(message.reasoning.split()) not in rendering:
         return f"it leaves out or alters the thought {message.reasoning[:40]!r}"
     functions = [call.get("function") or call for call in message.tool_calls or ()]
     for name, count in Counter(str(function.get("name")) for function in functions).items():

@@ -148,13 +148,13 @@ def _run(
 @contextlib.contextmanager
 def _lending_copies(samples: Sequence[SampleState]) -> Iterator[None]:
     """Let a reward change the messages it gets: neither the log nor other rewards see that."""
-    kept = [sample.messages for sample in samples]
-    for sample, messages in zip(samples, kept, strict=True):
+    originals = [sample.messages for sample in samples]
+    for sample, messages in zip(samples, originals, strict=True):
         sample.messages = [copy.deepcopy(message) if message.tool_calls else message for message in messages]
     try:
         yield
     finally:
-        for sample, messages in zip(samples, kept, strict=True):
+        for sample, messages in zip(samples, originals, strict=True):
             sample.messages = messages
 
 

@@ -72,15 +72,15 @@ def same(gold: str, answer: str) -> bool | None:
     decimal equals a fraction when it is that fraction rounded to at least six places. A choice equals its letter. Words
     are compared as text. A number in another base equals itself without the base.
     """
-    wanted, given = tidy(gold), tidy(answer)
-    if wanted.text and wanted.text == given.text:
+    tidy_gold, tidy_answer = tidy(gold), tidy(answer)
+    if tidy_gold.text and tidy_gold.text == tidy_answer.text:
         return True
     if len(gold) > MAX_ANSWER_CHARS or len(answer) > MAX_ANSWER_CHARS:
         return None
     if not agree(_with_unit(gold)[1], _with_unit(answer)[1]):
         return False
-    decided = _same_choice(wanted, given)
-    return _same_item(wanted, given) if decided is None else decided
+    decided = _same_choice(tidy_gold, tidy_answer)
+    return _same_item(tidy_gold, tidy_answer) if decided is None else decided
 
 
 def for_algebra(text: str) -> str:
@@ -92,9 +92,9 @@ def for_algebra(text: str) -> str:
 
 def _with_unit(text: str) -> tuple[str, Unit]:
     r"""Return what stands before the unit in the text command at the end of an answer, and that unit."""
-    found = _LAST_UNIT.fullmatch(text)
-    named = unit(f" {found[2]}{found[3]}") if found else None
-    return (found[1], named) if found and named else (text, ())
+    match = _LAST_UNIT.fullmatch(text)
+    named = unit(f" {match[2]}{match[3]}") if match else None
+    return (match[1], named) if match and named else (text, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ def tidy(text: str) -> Tidy:
 
 def _unwrapped(text: str) -> str:
     text = text.strip()
-    for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
-        inside = text.removeprefix(left).removesuffix(right)
-        if len(inside) == len(text) - len(left) - len(right) and left not in inside:
+    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        inside = text.removeprefix(opening).removesuffix(closing)
+        if len(inside) == len(text) - len(opening) - len(closing) and opening not in inside:
             text = inside.strip()
     if text[:1] == "{" and text.find("}") == len(text) - 1:
         text = text[1:-1]
@@ -139,8 +139,8 @@ def _first_value(text: str) -> str:
     A decimal before it is not exact: unless both are the same number, the text stays two answers.
     """
     before, approximate, after = text.partition("\\approx")
-    first, second = number(before.strip()), number(after.strip())
-    if not approximate or (first and first.decimals >= 0 and not (second and equal(first, second))):
+    exact, rounded = number(before.strip()), number(after.strip())
+    if not approximate or (exact and exact.decimals >= 0 and not (rounded and equal(exact, rounded))):
         return text
     return before if re.search(r"\d|\\", before) else f"{before}={after}" if before.strip() else after
 
@@ -160,23 +160,23 @@ def _words(text: str) -> str:
 
 def _same_choice(gold: Tidy, answer: Tidy) -> bool | None:
     """Compare "(B) 5", "B" and "(B)": by their letters, or by the text if one has no letter."""
-    wanted, given = _choice(gold.text), _choice(answer.text)
-    if wanted and given:
-        return wanted[0] == given[0] and (
-            not (wanted[1] and given[1]) or same(wanted[1], given[1]) is not False
+    gold_choice, answer_choice = _choice(gold.text), _choice(answer.text)
+    if gold_choice and answer_choice:
+        return gold_choice[0] == answer_choice[0] and (
+            not (gold_choice[1] and answer_choice[1]) or same(gold_choice[1], answer_choice[1]) is not False
         )
-    if wanted and len(answer.text) == 1 and answer.text.isalpha():
-        return answer.text.upper() == wanted[0]
-    if wanted and wanted[1]:
-        return same(wanted[1], answer.text)
+    if gold_choice and len(answer.text) == 1 and answer.text.isalpha():
+        return answer.text.upper() == gold_choice[0]
+    if gold_choice and gold_choice[1]:
+        return same(gold_choice[1], answer.text)
     return None
 
 
 def _choice(text: str) -> tuple[str, str] | None:
-    found = _CHOICE.fullmatch(text)
-    if found is None:
+    match = _CHOICE.fullmatch(text)
+    if match is None:
         return None
-    return (found[1] or found[3]).upper(), (found[2] or found[4] or found[5] or "").strip(" :")
+    return (match[1] or match[3]).upper(), (match[2] or match[4] or match[5] or "").strip(" :")
 
 
 def _same_item(wanted: Tidy, given: Tidy) -> bool | None:
@@ -205,13 +205,13 @@ def _same_mathematics(
 ) -> bool | None:
     if (cells := _cells(wanted)) and (other_cells := _cells(given)):
         return _same_cells(cells, other_cells)
-    items, others = split(wanted), split(given)
-    if number_wanted and len(others) == 2 and "." in wanted and _equal_with_comma(number_wanted, given):
+    items, given_items = split(wanted), split(given)
+    if number_wanted and len(given_items) == 2 and "." in wanted and _equal_with_comma(number_wanted, given):
         return True
     if number_given and len(items) == 2 and "." in given and _equal_with_comma(number_given, wanted):
         return True
-    if len(items) > 1 or len(others) > 1:
-        return _same_list(items, others)
+    if len(items) > 1 or len(given_items) > 1:
+        return _same_list(items, given_items)
     if "," in wanted and _BRACKETED.fullmatch(wanted):
         return _same_tuple(wanted, given)
     if "=" in given and "=" not in wanted and _is_equation(given):
@@ -221,8 +221,8 @@ def _same_mathematics(
 
 def _equal_with_comma(wanted: Number, given: str) -> bool:
     """Return whether "3,14" is the number 3.14: a decimal comma, where the other side has a decimal point."""
-    read = number(_DECIMAL_COMMA.sub(r"\1.\2", given)) if _DECIMAL_COMMA.fullmatch(given) else None
-    return read is not None and equal(wanted, read)
+    value = number(_DECIMAL_COMMA.sub(r"\1.\2", given)) if _DECIMAL_COMMA.fullmatch(given) else None
+    return value is not None and equal(wanted, value)
 
 
 def _same_time(one: re.Match[str], other: re.Match[str]) -> bool:
@@ -240,13 +240,13 @@ def split(text: str) -> list[str]:
     """
     if text.startswith("\\{") and text.endswith("\\}") and text.find("\\}") == len(text) - 2:
         text = _spaced(text[2:-2])
-    kept = _THOUSANDS.sub(lambda found: found[0].replace(",", "\0"), text)
-    semicolons, marks = ([*_at_top(kept, pattern)] for pattern in (_SEMICOLON, _SEPARATOR))
+    masked = _THOUSANDS.sub(lambda found: found[0].replace(",", "\0"), text)
+    semicolons, marks = ([*_at_top(masked, pattern)] for pattern in (_SEMICOLON, _SEPARATOR))
     items, start = [], 0
-    for first, end in semicolons or marks:
-        items.append(kept[start:first])
+    for stop, end in semicolons or marks:
+        items.append(masked[start:stop])
         start = end
-    items.append(kept[start:])
+    items.append(masked[start:])
     return [item.replace("\0", ",").strip() for item in items if item.strip()]
 
 
@@ -258,55 +258,55 @@ def _spaced(inside: str) -> str:
 def _at_top(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
     """Yield where a mark begins and ends outside brackets."""
     depth, place = 0, 0
-    for found in pattern.finditer(text):
-        between = text[place : found.start()]
+    for match in pattern.finditer(text):
+        between = text[place : match.start()]
         depth += sum(map(between.count, "([{")) - sum(map(between.count, ")]}"))
-        place = found.start()
+        place = match.start()
         if depth == 0:
-            yield found.start(), found.end()
+            yield match.start(), match.end()
 
 
 def named(item: str) -> tuple[str, str]:
     """Return the name before a single "=" and the value after it; the name is "" without one."""
-    found = _NAME.fullmatch(item)
-    return (re.sub(r"[{} ]", "", found[1]), found[2].strip()) if found and "=" not in found[2] else ("", item)
+    match = _NAME.fullmatch(item)
+    return (re.sub(r"[{} ]", "", match[1]), match[2].strip()) if match and "=" not in match[2] else ("", item)
 
 
-def _same_list(wanted: Sequence[str], given: Sequence[str]) -> bool | None:
+def _same_list(golds: Sequence[str], answers: Sequence[str]) -> bool | None:
     """Compare lists without order, except where names on one side tell what the places on the other mean."""
-    if any("\\pm" in item or "\\mp" in item for item in (*wanted, *given)):
+    if any("\\pm" in item or "\\mp" in item for item in (*golds, *answers)):
         return None
-    wanted, given = map(_without_repeats, (wanted, given))
-    if len(wanted) != len(given):
-        return _same_named_tuple(wanted, given) if 1 in (len(wanted), len(given)) else False
-    if len(wanted) > MAX_ITEMS:
+    golds, answers = map(_without_repeats, (golds, answers))
+    if len(golds) != len(answers):
+        return _same_named_tuple(golds, answers) if 1 in (len(golds), len(answers)) else False
+    if len(golds) > MAX_ITEMS:
         return None
-    names, values = zip(*map(named, wanted), strict=True)
-    other_names, others = zip(*map(named, given), strict=True)
-    told_apart = len({*names, ""}) > 2 or len({*other_names, ""}) > 2
-    if told_apart and sorted(names) == sorted(other_names):
-        others = tuple(others[other_names.index(name)] for name in names)
-    elif told_apart and any(names) and any(other_names):
+    names, values = zip(*map(named, golds), strict=True)
+    given_names, given_values = zip(*map(named, answers), strict=True)
+    told_apart = len({*names, ""}) > 2 or len({*given_names, ""}) > 2
+    if told_apart and sorted(names) == sorted(given_names):
+        given_values = tuple(given_values[given_names.index(name)] for name in names)
+    elif told_apart and any(names) and any(given_names):
         return None
     elif not told_apart:
-        return _matched(values, others)
-    return _all(map(same, values, others))
+        return _matched(values, given_values)
+    return _all(map(same, values, given_values))
 
 
 def _same_tuple(wanted: str, given: str) -> bool | None:
     """Compare pairs, points and intervals place by place; one with something around it, such as a sign, is another thing."""
-    found = deque(_BRACKETED.finditer(given), maxlen=1).pop() if _BRACKETED.search(given) else None
-    if found is None or "," not in found[0]:
+    match = deque(_BRACKETED.finditer(given), maxlen=1).pop() if _BRACKETED.search(given) else None
+    if match is None or "," not in match[0]:
         return None
-    if found.end() == len(given) and _ALLOWED_BEFORE.fullmatch(given[: found.start()]):
-        if _in_other_order(given[: found.start()]):
+    if match.end() == len(given) and _ALLOWED_BEFORE.fullmatch(given[: match.start()]):
+        if _in_other_order(given[: match.start()]):
             return False
-        items, others = split(_spaced(wanted[1:-1])), split(_spaced(found[0][1:-1]))
-        brackets = wanted[0] + wanted[-1], found[0][0] + found[0][-1]
+        items, given_items = split(_spaced(wanted[1:-1])), split(_spaced(match[0][1:-1]))
+        brackets = wanted[0] + wanted[-1], match[0][0] + match[0][-1]
         # [1,2) is an interval
-        if len(items) != len(others) or (len(items) == 2 and brackets[0] != brackets[1]):
+        if len(items) != len(given_items) or (len(items) == 2 and brackets[0] != brackets[1]):
             return False
-        return _all(map(same, items, others))
+        return _all(map(same, items, given_items))
     return None if re.search(r"\\cup|\\cap|\\begin", given) else False
 
 
@@ -320,17 +320,17 @@ def _in_other_order(before: str) -> bool:
 
 def _without_repeats(items: Sequence[str]) -> list[str]:
     """Return items without those that are the same text or number as an earlier one: "3/4, or 0.75" is one answer."""
-    kept: dict[object, str] = {}
+    unique: dict[object, str] = {}
     for item in items:
-        read = number(item)
-        kept.setdefault((read.value, read.percent, read.unit) if read else item.replace(" ", ""), item)
-    return [*kept.values()]
+        value = number(item)
+        unique.setdefault((value.value, value.percent, value.unit) if value else item.replace(" ", ""), item)
+    return [*unique.values()]
 
 
 def _cells(text: str) -> list[list[str]] | None:
     r"""Return the rows of a matrix or vector, None for anything else. A determinant (vmatrix) is a number."""
-    found = _MATRIX.fullmatch(text)
-    rows = _END_OF_ROW.split(found[2].replace("\\hline", "").strip()) if found else []
+    match = _MATRIX.fullmatch(text)
+    rows = _END_OF_ROW.split(match[2].replace("\\hline", "").strip()) if match else []
     return [[cell.strip() for cell in row.split("&")] for row in rows if row.strip()] or None
 
 
@@ -338,7 +338,8 @@ def _same_cells(wanted: Sequence[Sequence[str]], given: Sequence[Sequence[str]])
     if [*map(len, wanted)] != [*map(len, given)]:
         return False
     return _all(
-        cell == other or same(cell, other) for cell, other in zip(chain(*wanted), chain(*given), strict=True)
+        cell == given_cell or same(cell, given_cell)
+        for cell, given_cell in zip(chain(*wanted), chain(*given), strict=True)
     )
 
 
@@ -352,23 +353,23 @@ def _same_named_tuple(wanted: Sequence[str], given: Sequence[str]) -> bool | Non
     values = split(_spaced(inside[2])) if inside else []
     if inside is None or not items or len(values) != len(items):
         return False
-    names, others = zip(*map(named, items), strict=True)
+    names, item_values = zip(*map(named, items), strict=True)
     if "" in names or len({*names}) < len(items):
         return None
     order = split(inside[1]) if inside[1] else sorted(names) if {*names} <= {*"xyz"} else names
     if sorted(order) != sorted(names):
         return None
-    others = tuple(others[names.index(name)] for name in order)
-    return _all(map(same, others, values) if len(given) == 1 else map(same, values, others))
+    item_values = tuple(item_values[names.index(name)] for name in order)
+    return _all(map(same, item_values, values) if len(given) == 1 else map(same, values, item_values))
 
 
 def _matched(wanted: Sequence[str], given: Sequence[str]) -> bool | None:
     """Return whether each item equals another one of the other side; None if that depends on undecided pairs."""
-    left, undecided = list(given), False
+    unmatched, undecided = list(given), False
     for item in wanted:
-        verdicts = [same(item, other) for other in left]
+        verdicts = [same(item, candidate) for candidate in unmatched]
         if True in verdicts:
-            left.pop(verdicts.index(True))
+            unmatched.pop(verdicts.index(True))
         elif None in verdicts:
             undecided = True
         else:
@@ -377,14 +378,14 @@ def _matched(wanted: Sequence[str], given: Sequence[str]) -> bool | None:
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    found = list(verdicts)
-    return False if False in found else None if None in found else True
+    values = list(verdicts)
+    return False if False in values else None if None in values else True
 
 
 def _is_equation(text: str) -> bool:
     """Return whether the left side of the last "=" is more than a name: computer algebra takes "2x-18=0" for 0."""
-    left = re.sub(r"\\[A-Za-z]+|_\{?\w*\}?", "", text.rpartition("=")[0])
-    return re.search(r"[A-Za-z][-+*/^]|[-+*/^]\d*[A-Za-z]|\d[A-Za-z]", left) is not None
+    side = re.sub(r"\\[A-Za-z]+|_\{?\w*\}?", "", text.rpartition("=")[0])
+    return re.search(r"[A-Za-z][-+*/^]|[-+*/^]\d*[A-Za-z]|\d[A-Za-z]", side) is not None
 
 
 def _same_in_base(gold: str, answer: str, gold_number: Number | None) -> bool | None:

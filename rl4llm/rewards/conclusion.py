@@ -133,10 +133,12 @@ def _around(text: str) -> list[str]:
 
 def first_sentence(line: str) -> str:
     """Return the first sentence of a line, up to a reason or an aside."""
-    first = next((part for part, _ in _sentences(line)), line)
-    inside = _mask(first, formulas(first))
-    aside = next((place.start() for place in _ASIDE.finditer(first) if not inside[place.start()]), len(first))
-    return first[:aside]
+    sentence = next((part for part, _ in _sentences(line)), line)
+    inside = _mask(sentence, formulas(sentence))
+    aside = next(
+        (place.start() for place in _ASIDE.finditer(sentence) if not inside[place.start()]), len(sentence)
+    )
+    return sentence[:aside]
 
 
 def _sentences(text: str) -> list[tuple[str, bool]]:
@@ -198,12 +200,12 @@ def is_equation(before: str) -> bool:
 
 def _result(text: str) -> str:
     """Return what arithmetic or a chain of equations ends in, 18 for "9 * 2 = 18" or "V = ab = 18"; other text unchanged."""
-    left, _, right = text.rpartition("=")
+    side, _, right = text.rpartition("=")
     if (equal := _CHAIN.fullmatch(text)) and not re.search(r"\b(?:and|or)\b|\{[^{}]*=", text):
         name = equal["sides"].rpartition("=")[2].strip()
         return f"{name} = {right.strip()}" if re.fullmatch("-?[A-Za-z]", name) else right.strip()
-    arithmetic = re.match(r"[-+(\[$€£.]{0,3}\d", left) and not is_equation(left)
-    return right.strip() if arithmetic or re.search(r"\\[cl]?dots|\.\.\.|…|⋯", left) else text
+    arithmetic = re.match(r"[-+(\[$€£.]{0,3}\d", side) and not is_equation(side)
+    return right.strip() if arithmetic or re.search(r"\\[cl]?dots|\.\.\.|…|⋯", side) else text
 
 
 def _is_bare(text: str) -> bool:

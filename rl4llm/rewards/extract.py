@@ -89,8 +89,8 @@ def boxed_answers(text: str, max_chars: int = 400) -> list[str]:
     (['5', '1, -2'], [])
     """
     text = _EMPTY.split(text[-_SEARCHED_CHARS:])[-1]
-    found = boxes(text, max_chars)
-    return joined(text, found) if found and found[-1].text else []
+    snippets = boxes(text, max_chars)
+    return joined(text, snippets) if snippets and snippets[-1].text else []
 
 
 def _clean(text: str) -> str:
@@ -125,11 +125,11 @@ def _answer(text: str, max_chars: int) -> str | None:
     announcements = [*_ANNOUNCED.finditer(text)]
     if not announcements:
         return None
-    last = announcements[-1]
-    rest = text[last.end() :]
-    if re.search(r'"\s*:\s*$', last[0]):
+    match = announcements[-1]
+    rest = text[match.end() :]
+    if re.search(r'"\s*:\s*$', match[0]):
         return _json_value(rest.lstrip())
-    return last["right"] or last["chosen"] or _first_line(rest, max_chars)
+    return match["right"] or match["chosen"] or _first_line(rest, max_chars)
 
 
 def _json_value(text: str) -> str | None:
@@ -162,8 +162,8 @@ def _inside(text: str, max_chars: int) -> str | None:
 def _last_number(text: str, max_chars: int) -> str | None:
     """Return the last number that stands alone, or equals arithmetic or a name: 19 in "12 + 7 = 19", not 18 in "2x = 18"."""
     text = text[-_LINE_CHARS:]
-    left, equals, right = text.rpartition("=")
-    result = equals and left[-1:] not in tuple("<>!=:") and not is_equation(left[-_SIDE_CHARS:])
+    side, equals, right = text.rpartition("=")
+    result = equals and side[-1:] not in tuple("<>!=:") and not is_equation(side[-_SIDE_CHARS:])
     return (last_number(right) if result else None) or last_number(text)
 
 

@@ -56,18 +56,18 @@ class Snippet(NamedTuple):
 def boxes(text: str, max_chars: int) -> list[Snippet]:
     """Return every ``\\boxed{...}`` in order of their starts, unfinished ones as ""; longer ones cut, but still longer."""
     closing = _closing_braces(text)
-    found: list[Snippet] = []
+    snippets: list[Snippet] = []
     for match in _BOX.finditer(text):
         if match[2]:
-            found.append(Snippet(match.start(), match.end(), match[2]))
+            snippets.append(Snippet(match.start(), match.end(), match[2]))
             continue
         start, limit = match.end(), match.end() + max_chars + 1
         end = closing.get(start - 1, limit if limit <= len(text) else start)
         inside = text[start : min(end, limit + 2000)].strip()[: max_chars + 1]
         if label := _LABEL.match(inside):
             inside = ("" if label[2] else label[1] or "") + inside[label.end() :].strip()
-        found.append(Snippet(match.start(), end + 1, inside))
-    return found
+        snippets.append(Snippet(match.start(), end + 1, inside))
+    return snippets
 
 
 def _closing_braces(text: str) -> dict[int, int]:
@@ -104,8 +104,8 @@ def _content(match: re.Match[str]) -> str:
         rows = [" ".join(row.split()) for row in outside.replace("&", " ").split("\\\\") if row.strip()] or [
             ""
         ]
-        first = max((place for place, row in enumerate(rows) if row[0:1] != "="), default=0)
-        inside = " ".join(rows[first:]).replace("\0", "\\\\").replace("\1", "&")
+        start = max((place for place, row in enumerate(rows) if row[0:1] != "="), default=0)
+        inside = " ".join(rows[start:]).replace("\0", "\\\\").replace("\1", "&")
     return inside.rstrip(".,").strip()
 
 
@@ -185,14 +185,14 @@ def last_number(text: str) -> str | None:
     numbers = list(NUMBERS.finditer(text))
     if not numbers:
         return None
-    last = numbers[-1]
-    after = _UNIT_AFTER.match(text, last.end())
+    match = numbers[-1]
+    after = _UNIT_AFTER.match(text, match.end())
     named = after[0].rstrip() if after else ""
     while named and not unit(f" {rewritten(named)}"):
         named = named.rpartition(" ")[0]
-    if not _stands_alone(text, last.start(), last.end() + len(named)):
+    if not _stands_alone(text, match.start(), match.end() + len(named)):
         return None
-    return f"{last[0].strip()} {named.strip()}" if named else last[0].strip()
+    return f"{match[0].strip()} {named.strip()}" if named else match[0].strip()
 
 
 def _stands_alone(text: str, start: int, end: int) -> bool:

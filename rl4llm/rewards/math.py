@@ -199,7 +199,7 @@ class MathReward(BaseBatchReward):
         if self.extract not in ("auto", "boxed"):
             return []
         boxes = boxed_answers(after_thinking(reply), MAX_CHARS)
-        repeats = (len(box) <= MAX_CHARS and same(last, box) is True for last, box in pairwise(boxes))
+        repeats = (len(box) <= MAX_CHARS and same(previous, box) is True for previous, box in pairwise(boxes))
         return boxes[:1] + [box for box, again in zip(boxes[1:], repeats, strict=True) if not again]
 
 
@@ -256,7 +256,7 @@ def _without_solution(text: str) -> str:
     _, marked, rest = text.rpartition("####")
     if marked:
         return _bare(rest.strip().partition("\n")[0])
-    if tagged := [found[found.lastindex or 0] for found in _TAGGED.finditer(text)]:
+    if tagged := [match[match.lastindex or 0] for match in _TAGGED.finditer(text)]:
         return _without_solution(tagged[-1])
     boxes = boxed_answers(text, MAX_GOLD_CHARS)
     if boxes:
@@ -268,8 +268,8 @@ def _without_solution(text: str) -> str:
 def _bare(text: str) -> str:
     """Return an answer without markup around it; a remark in brackets becomes the unit of its number."""
     text = _FORMULA.sub(r"\1", text).strip()
-    while found := _MARKUP.fullmatch(text):
-        text = str(found[found.lastindex or 0]).strip()
+    while match := _MARKUP.fullmatch(text):
+        text = str(match[match.lastindex or 0]).strip()
     return _REMARK.sub(r"\1 \2", text) if _REMARK.fullmatch(text) else text
 
 

@@ -125,8 +125,8 @@ class VerifierPool:
         """Return the function's result or the fault for each argument list, in order."""
         texts = [json.dumps(list(task)) for task in tasks]
         with self._exclusive():
-            known, outcomes = self._timeouts, dict[int, Any]()
-            waiting = {index: text for index, text in enumerate(texts) if text not in known}
+            timeouts, outcomes = self._timeouts, dict[int, Any]()
+            waiting = {index: text for index, text in enumerate(texts) if text not in timeouts}
             for index, text in list(waiting.items()):
                 if len(text) > MAX_BYTES:
                     outcomes[index] = Crash(
@@ -135,10 +135,14 @@ class VerifierPool:
             if waiting:
                 self._run(waiting, outcomes)
             self.counts["remembered"] += len(tasks) - len(outcomes)
-            known |= {texts[index]: fault for index, fault in outcomes.items() if isinstance(fault, Timeout)}
-            outcomes = {index: known[text] for index, text in enumerate(texts) if text in known} | outcomes
-            for text in list(known)[:-MAX_REMEMBERED]:
-                del known[text]
+            timeouts |= {
+                texts[index]: fault for index, fault in outcomes.items() if isinstance(fault, Timeout)
+            }
+            outcomes = {
+                index: timeouts[text] for index, text in enumerate(texts) if text in timeouts
+            } | outcomes
+            for text in list(timeouts)[:-MAX_REMEMBERED]:
+                del timeouts[text]
             faults = [outcome for outcome in outcomes.values() if isinstance(outcome, Fault)]
             self.counts.update(type(fault).__name__.lower() for fault in faults)
             self.counts["tasks"] += len(tasks)

@@ -142,7 +142,7 @@ def unit(text: str) -> Unit | None:
         return ()
     if len(text) > 120 or _FULL.fullmatch(text) is None:
         return None
-    words = [found[0].lower() for found in _WORD.finditer(text)]
+    words = [match[0].lower() for match in _WORD.finditer(text)]
     letters = [word for word in words if word.isascii() and word.isalpha()]
     names = [
         word for word in re.findall(r"\b[A-Z][a-z]+", text) if word.lower() not in _KNOWN
@@ -161,8 +161,8 @@ def agree(one: Unit, other: Unit) -> bool:
     """Return whether two answers may be of the same unit: one names none, the same, or only fewer words of it."""
     if not one or not other or one == other:
         return True
-    measures, others = ([name for name in side if _measure(name)] for side in (one, other))
-    if len(measures) != len(others) or not all(map(_alike, measures, others)):
+    measures, other_measures = ([name for name in side if _measure(name)] for side in (one, other))
+    if len(measures) != len(other_measures) or not all(map(_alike, measures, other_measures)):
         return False
     things, other_things = ({name for name in side if not _measure(name)} for side in (one, other))
     return things <= other_things or other_things <= things
@@ -263,9 +263,9 @@ def number(text: str) -> Number | None:
     """
     if not text or len(text) > MAX_NUMBER_CHARS or sum(map(str.isdigit, text)) > MAX_DIGITS:
         return None
-    for read in (_fraction, _decimal, _repeating):
-        if (found := read(text)) is not None:
-            return found
+    for parse in (_fraction, _decimal, _repeating):
+        if (value := parse(text)) is not None:
+            return value
     return None
 
 

@@ -95,15 +95,21 @@ def combine(
 ) -> Scores:
     """Return what samples that have their `rewards` earned. `reward_transform_fn` gets the terminal rewards of those that
     have not failed, (num_samples,). Raises RewardError if its result is not (num_samples,) finite numbers."""
-    left = torch.tensor([sample.failure is None for sample in samples], dtype=torch.bool)
+    scored = torch.tensor([sample.failure is None for sample in samples], dtype=torch.bool)
     rewards: dict[str, Tensor] = {}
-    for one in reward_functions:
-        values = torch.tensor([(sample.rewards or {})[one.name] for sample in samples], dtype=torch.float64)
-        rewards[one.name] = values.masked_fill(~left, math.nan)
+    for reward_function in reward_functions:
+        values = torch.tensor(
+            [(sample.rewards or {})[reward_function.name] for sample in samples], dtype=torch.float64
+        )
+        rewards[reward_function.name] = values.masked_fill(~scored, math.nan)
     reward = torch.full((len(samples),), math.nan, dtype=torch.float64)
-    if left.any():
-        known = {one.name: rewards[one.name][left] for one in reward_functions if not one.per_turn}
-        reward[left] = _combined(known, reward_transform_fn, int(left.sum()))
+    if scored.any():
+        terminal = {
+            reward_function.name: rewards[reward_function.name][scored]
+            for reward_function in reward_functions
+            if not reward_function.per_turn
+        }
+        reward[scored] = _combined(terminal, reward_transform_fn, int(scored.sum()))
     return Scores(rewards, reward)
 
 
@@ -118,7 +124,11 @@ def successes(
 
     If none does, `success_at` of the environment, if any, is compared with the episode's total `reward`.
     """
-    least = {one.name: one.success_at for one in reward_functions if one.success_at is not None}
+    least = {
+        reward_function.name: reward_function.success_at
+        for reward_function in reward_functions
+        if reward_function.success_at is not None
+    }
     if not least:
         return {} if success_at is None else {"": reward >= success_at}
     return {name: rewards[name] >= score for name, score in least.items()}
@@ -167,8 +177,8 @@ def _misses(reward_function: BaseRewardFunction) -> Iterator[str]:
     patience = Patience(SLOW_AFTER_S, reward_function.score_timeout_s)
     for example, values in zip(examples, ask(reward_function, samples, patience), strict=True):
         promised = example.score if isinstance(example.score, Sequence) else [example.score]
-        shown = f"{example.messages[-1].content!r:.100} for ground truth {example.ground_truth!r:.100}"
-        text = f"{shown}: expected {_numbers(promised)}, but"
+        case = f"{example.messages[-1].content!r:.100} for ground truth {example.ground_truth!r:.100}"
+        text = f"{case}: expected {_numbers(promised)}, but"
         if isinstance(values, Broken):
             yield f"{text} {values.reason}"
         elif len(values) != len(promised) or not all(

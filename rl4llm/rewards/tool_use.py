@@ -55,12 +55,12 @@ class ToolUseReward(BaseRewardFunction):
     def examples(self) -> Sequence[RewardExample]:
         """Return a call that worked, one that failed, and one that got no answer."""
         call = '{"name": "calculator", "arguments": {"expression": "37+48"}}'
-        said = ChatMessage("assistant", f"<tool_call>{call}</tool_call>")
+        request = ChatMessage("assistant", f"<tool_call>{call}</tool_call>")
         answer = ChatMessage("assistant", "Tool: 85. The answer is 85.")
         cases = (
-            ([said, ChatMessage("tool", "85"), answer], [1.0, 0.0]),
-            ([said, ChatMessage("tool", "Error: no calculator", failed=True), answer], [0.0, 0.0]),
-            ([said], [0.0]),
+            ([request, ChatMessage("tool", "85"), answer], [1.0, 0.0]),
+            ([request, ChatMessage("tool", "Error: no calculator", failed=True), answer], [0.0, 0.0]),
+            ([request], [0.0]),
         )
         return [
             RewardExample(messages, "85", turns if self.per_turn else sum(turns)) for messages, turns in cases
