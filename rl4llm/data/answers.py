@@ -269,10 +269,7 @@ def check_learned(column: str, messages: Messages) -> None:
 def _shared_prompt(chosen: Messages, rejected: Messages, prompt: Messages | None) -> Messages:
     """Return what two whole conversations have in common, up to the answer in which they differ."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    size = next(
-        (i for i, (left_message, right_message) in pairs if left_message != right_message),
-        min(len(chosen), len(rejected)),
-    )
+    size = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
     while size and chosen[size - 1].role == "assistant":
         size -= 1
     shared = chosen[:size]

@@ -118,12 +118,8 @@ def unread_args(args: Mapping[str, Any], source: str) -> set[str]:
     words = set(re.findall(r"\w+", source)) - {"add_generation_prompt", "messages"}
     for name, value in args.items():
         truth = isinstance(value, str) and value.lower() in _TRUTHS
-        condition = rf"\b(if|and|or|not)\s+{re.escape(name)}\b(?!\s*[=!|.])"
-        if (
-            truth
-            and re.search(condition, source)
-            and not re.search(f"['\"]{value}['\"]", source, re.IGNORECASE)
-        ):
+        tested = rf"\b(if|and|or|not)\s+{re.escape(name)}\b(?!\s*[=!|.])"
+        if truth and re.search(tested, source) and not re.search(f"['\"]{value}['\"]", source, re.IGNORECASE):
             raise ConfigError(
                 f"env.template_args: {name}={value!r} is a string, which is true in a template. Accepted: true or false."
             )
@@ -154,14 +150,14 @@ def plain(value: Any) -> Any:
 def answering(asked: Sequence[ChatMessage], new: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return new messages in which answers of tools hold the calls of the message before them."""
     calls = list(asked[0].tool_calls or ()) if asked else []
-    messages = list(new)
+    result = list(new)
     for number, message in enumerate(new):
         if message.role != "tool" or message.tool_calls or not calls:
             break
-        matches = [call for call in calls if message.tool_call_id and call.get("id") == message.tool_call_id]
-        call = matches[0] if matches else calls[min(number, len(calls) - 1)]
-        messages[number] = replace(message, tool_calls=(call,))
-    return messages
+        same = [call for call in calls if message.tool_call_id and call.get("id") == message.tool_call_id]
+        call = same[0] if same else calls[min(number, len(calls) - 1)]
+        result[number] = replace(message, tool_calls=(call,))
+    return result
 
 
 def roles_of(messages: Sequence[ChatMessage]) -> str:

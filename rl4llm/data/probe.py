@@ -45,18 +45,18 @@ def whole_prompt(template: ChatTemplate, messages: Sequence[ChatMessage]) -> str
 
 def _loss(template: ChatTemplate, messages: Sequence[ChatMessage]) -> str | None:
     """Return what the template leaves out of messages like these, with made-up texts and arguments; None if nothing."""
-    marks, probes = {}, list(messages)
+    marks, trial = {}, list(messages)
     for number, message in enumerate(messages):
         name, called = probe_name(number), f"{probe_name(number)}Call"
         # some templates leave out what is said beside a call, as OpenAI's, in which it is a thought
         if message.content.strip() and not message.parts and not message.tool_calls:
-            probes[number] = replace(message, content=name)
+            trial[number] = replace(message, content=name)
             marks[name] = f"what message {number + 1}, the {message.role}'s, says"
         if message.role == "assistant" and message.tool_calls:
-            probes[number] = marked(probes[number], called)
+            trial[number] = marked(trial[number], called)
             marks[called] = f"a call of a tool in message {number + 1}"
     try:
-        text = template.text(probes)
+        text = template.text(trial)
     except TemplateError:
         return None
     lost = next((what for mark, what in marks.items() if mark not in text), None)
@@ -138,8 +138,8 @@ class _Trial:
         self._template.end  # noqa: B018 - raises if no token ends a turn
         whole, pieces, stops = self._pieces()
         head = whole[: whole.index(probe_name(0))]
-        unprompted, prompted = (self._template.text(self._opening, prompt=prompt) for prompt in (False, True))
-        self._check_same(head, unprompted, prompted, "the first prompt")
+        plain, prompted = (self._template.text(self._opening, prompt=prompt) for prompt in (False, True))
+        self._check_same(head, plain, prompted, "the first prompt")
         for number, piece in enumerate(pieces):
             self._check_turn(number, piece)
         if pieces[-1] != self._template.after_reply(self._history(len(self._turns) - 1), self._turns[-1]):
@@ -180,14 +180,14 @@ class _Trial:
 
     def _check_turn(self, number: int, piece: str) -> None:
         history, turn = self._history(number), self._turns[number]
-        unprompted, prompted = (
+        plain, prompted = (
             self._template.after_reply(history, turn, prompt=prompt) for prompt in (False, True)
         )
         what = " + ".join(message.role for message in turn) + f" after answer {number + 1}"
-        lost = [message.role for message in turn if unprompted.count(message.content) != 1]
+        lost = [message.role for message in turn if plain.count(message.content) != 1]
         if lost:
             raise TemplateError(f"the template leaves out or repeats what a {lost[0]} message says")
-        self._check_same(piece, unprompted, prompted, what)
+        self._check_same(piece, plain, prompted, what)
         later = self._template.on_another_day() if self._template.tells_time else self._template
         if later.after_reply(history, turn) != prompted:
             raise TemplateError("the template puts the current date or time into follow-up messages")

@@ -220,6 +220,7 @@ class Renderer:
             if way.needs_history
             else self._behind_any(way.template, new)
         )
+        # the tokens begin with the end of the turn, so that they are tokenized as in place; what was sampled is not repeated
         cut = sampled_end(self._template, token_ids, by, self.stop_token_ids[0]) if ended else 0
         return list(token_ids[cut:])
 
@@ -368,6 +369,8 @@ class Renderer:
         return plain if isinstance(linked, str) and not isinstance(plain, str) else linked
 
     def _probed(self, template: ChatTemplate, shape: Shape) -> _Way | str:
+        # A follow-up that reads the same behind a made-up answer as behind the real one is rendered once for all answers.
+        # Only templates that look back need the whole conversation each turn.
         for base in (self._base, None):
             reasons = [objection(template, shape, system=system, base=base) for system in self._systems]
             if not any(reasons):

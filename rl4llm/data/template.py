@@ -90,12 +90,10 @@ class ChatTemplate:
         source = framed(self._checked_source(), tokenizer)
         self.tells_time = "strftime_now" in source
         if self.tells_time:  # shadow the template's clock by a macro that always tells the same time
-            replacements = "".join(
+            filters = "".join(
                 f".replace('%{letter}', '{day.strftime('%' + letter)}')" for letter in _DIRECTIVES
             )
-            source = (
-                f"{{% macro strftime_now(format) %}}{{{{ format{replacements} }}}}{{% endmacro %}}\n{source}"
-            )
+            source = f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{source}"
         self._source = source
         self.notes = unread_args(self._args, source)  # what users should know; probes add more
         self.losses: dict[Any, str | None] = {}  # what prompts of each form lose, see `whole_prompt`

@@ -25,10 +25,8 @@ def same_answer(gold: str, answer: str) -> bool:
     math-verify takes numbers for equal that differ by less than a millionth, so numbers are compared by their digits too.
     """
     sympy.core.random.seed(0)  # sympy tests equality at random points; equal questions must get equal answers
-    parsed_gold, parsed_answer = _parsed(gold), _parsed(answer)
-    return bool(verify(parsed_gold, parsed_answer, timeout_seconds=None)) and not _differ(
-        parsed_gold[0], parsed_answer[0]
-    )
+    left, right = _parsed(gold), _parsed(answer)
+    return bool(verify(left, right, timeout_seconds=None)) and not _differ(left[0], right[0])
 
 
 def _parsed(text: str) -> list[Any]:

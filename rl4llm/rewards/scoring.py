@@ -97,18 +97,12 @@ def combine(
     have not failed, (num_samples,). Raises RewardError if its result is not (num_samples,) finite numbers."""
     scored = torch.tensor([sample.failure is None for sample in samples], dtype=torch.bool)
     rewards: dict[str, Tensor] = {}
-    for reward_function in reward_functions:
-        values = torch.tensor(
-            [(sample.rewards or {})[reward_function.name] for sample in samples], dtype=torch.float64
-        )
-        rewards[reward_function.name] = values.masked_fill(~scored, math.nan)
+    for item in reward_functions:
+        values = torch.tensor([(sample.rewards or {})[item.name] for sample in samples], dtype=torch.float64)
+        rewards[item.name] = values.masked_fill(~scored, math.nan)
     reward = torch.full((len(samples),), math.nan, dtype=torch.float64)
     if scored.any():
-        terminal = {
-            reward_function.name: rewards[reward_function.name][scored]
-            for reward_function in reward_functions
-            if not reward_function.per_turn
-        }
+        terminal = {item.name: rewards[item.name][scored] for item in reward_functions if not item.per_turn}
         reward[scored] = _combined(terminal, reward_transform_fn, int(scored.sum()))
     return Scores(rewards, reward)
 
@@ -124,11 +118,7 @@ def successes(
 
     If none does, `success_at` of the environment, if any, is compared with the episode's total `reward`.
     """
-    least = {
-        reward_function.name: reward_function.success_at
-        for reward_function in reward_functions
-        if reward_function.success_at is not None
-    }
+    least = {item.name: item.success_at for item in reward_functions if item.success_at is not None}
     if not least:
         return {} if success_at is None else {"": reward >= success_at}
     return {name: rewards[name] >= score for name, score in least.items()}
