@@ -247,8 +247,8 @@ def _chained(parts: list[tuple[float, ...]], dtype: type) -> NDArray[Any]:
 
 def _batch(flat: _Flat, shown: Any, pieces: Pieces, pad_token_id: int) -> TrainBatch:
     rows, columns = int(pieces.row.max()) + 1, int((pieces.column + pieces.length).max())
-    # Pieces become arrays with an entry for each token, so that Python loops over no tokens: `source` is its place in `flat`,
-    # `target` its place in the rows, which are laid end to end.
+    # Pieces become arrays with an entry for each token, so that Python loops over no tokens. `source` is its place in
+    # `flat`, `target` its place in the rows, which are laid end to end.
     begins = np.cumsum(pieces.length) - pieces.length
     within = np.arange(int(pieces.length.sum())) - np.repeat(begins, pieces.length)
     column = np.repeat(pieces.column, pieces.length) + within
