@@ -232,10 +232,13 @@ class StaticSampler:
         """Return tokens (B,) and their log-probs (B,) by the temperature-scaled softmax; NaN logits give NaN."""
         kind = self._kind
         logits_BV, probs_BV = heated(logits_BV, self._heat_B1 if kind.hot else None, self._absent_A)
-        uniforms_B1 = self._uniforms_NB.index_select(0, self.place_1).t() if kind.draws else None
+        uniforms_B1 = self._uniforms_B1() if kind.draws else None
         likely_BV = self._likely(probs_BV)
         tokens_B1 = choose(logits_BV, likely_BV, uniforms_B1, self._greedy_B1 if kind.greedy else None)
         return tokens_B1[:, 0], probs_BV.gather(-1, tokens_B1)[:, 0].log()
+
+    def _uniforms_B1(self) -> Tensor:
+        return self._uniforms_NB.index_select(0, self.place_1).t()
 
     def _likely(self, probs_BV: Tensor) -> Tensor:
         return probs_BV
@@ -265,8 +268,10 @@ class Sampler(StaticSampler):
             self._steps = 0
         sampled = super().__call__(logits_BV)
         self._steps += 1
-        self.place_1 += 1
         return sampled
+
+    def _uniforms_B1(self) -> Tensor:
+        return self._uniforms_NB[self._steps][:, None]
 
     def _likely(self, probs_BV: Tensor) -> Tensor:
         if not self._kind.filters:
