@@ -29,9 +29,10 @@ def prompts(count=6):
 
 def learn_vowels(ranks, model_dir, directory, inference, **options):
     """Train through a server, with four prompts a step for any number of ranks."""
+    rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
     GRPOTrainer(
         str(model_dir),
-        prompts(4),
+        rows,
         [Vowels()],
         output={"dir": str(directory)},
         inference=inference,
