@@ -13,7 +13,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import DataError, ModelError, TemplateError
-from rl4llm.core.types import Trajectory
+from rl4llm.core.types import ChatMessage, Trajectory
 from rl4llm.data.demonstrations import demonstration, valued_at_the_end
 from rl4llm.data.lengths import context_limits
 from rl4llm.data.pack import Batching
@@ -68,20 +68,24 @@ class LearnedReward(BaseBatchReward):
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return rewards in order, with a failure for each conversation that cannot be read."""
-        rendered = [self._rendered(sample) for sample in samples]
+        rendered = [
+            self._read(sample.prompt_id, sample.messages, sample.init_msg_size, sample.columns)
+            for sample in samples
+        ]
         values = iter(self._values([item for item in rendered if isinstance(item, Trajectory)]))
         return [next(values) if isinstance(item, Trajectory) else item for item in rendered]
 
-    def _rendered(self, sample: SampleState) -> Trajectory | RewardFailure:
+    def _read(
+        self, prompt_id: str, messages: Sequence[ChatMessage], prompt_size: int, row: Mapping[str, Any]
+    ) -> Trajectory | RewardFailure:
         try:
-            renderer = self._renderer.of_row(sample.columns)
-            prompt_size = sample.init_msg_size
-            whole = demonstration(renderer, sample.messages, sample.prompt_id, prompt_size=prompt_size)
+            renderer = self._renderer.of_row(row)
+            whole = demonstration(renderer, messages, prompt_id, prompt_size=prompt_size)
         except (DataError, TemplateError) as error:
             return RewardFailure(f"the reward model's template cannot render the conversation: {error}")
         if whole.num_tokens > self._context_length:
-            lengths = f"{whole.num_tokens} tokens, more than the {self._context_length}"
-            return RewardFailure(f"the conversation has {lengths} of the reward model's context")
+            tokens = f"{whole.num_tokens} tokens for the reward model"
+            return RewardFailure(f"the conversation has {tokens}, whose context is {self._context_length}")
         return valued_at_the_end(whole, self._renderer)
 
     def _values(self, trajectories: Sequence[Trajectory]) -> list[float]:
