@@ -232,13 +232,11 @@ launch small.yaml training.lrr=1                   | Did you mean 'training.lr'
 launch small.yaml --on slurn                       | Did you mean 'slurm'
 eval small.yaml                                    | Set eval.path to other prompts, or eval.every=0
 eval gsm9k --model model                           | Did you mean 'gsm8k'
-collect small.yaml --out episodes.txt              | Accepted: a file that ends in .jsonl or .parquet
+collect small.yaml --out episodes.txt              | Accepted: .jsonl or .parquet, or a directory
 export run --out exported                          | is not a run: config.yaml is missing. Accepted: the output.dir of a run
 export small.yaml --out exported                   | is not a run: config.yaml is missing. Accepted: the output.dir of a run
 view small.yaml                                    | is not a directory. Accepted: output.dir of a run
-check empty                                        | it has no file ... Accepted: a directory such as
-check small.yaml --prompts 4                       | --prompts is not accepted without --task
-check small.yaml --task --prompts 0                | --prompts 0 is not accepted. Accepted: 1 or more
+check empty                                        | holds no optimizer step ... name one that a run wrote
 collect nowhere.yaml --out x.jsonl               | No such file or directory: 'nowhere.yaml'
 train .                                          | Is a directory: '.'
 eval small.yaml --out nowhere/x.json             | nowhere/x.json cannot be written: No such file
@@ -272,7 +270,7 @@ eval small.yaml --out {locked}/x.json            | {locked}/x.json cannot be wri
 collect small.yaml --out {locked}/x.jsonl        | {locked}
 view broken --export {locked}/x.html             | {locked}/x.html cannot be written
 recipe quickstart --dir {locked}/quick                  | {locked}/quick
-view broken --port 99999                         | 0-65535. Next: use another port
+view broken --port 99999                         | 0-65535. Next: use 0 for any free one
 train small.yaml training.lr=${{                 | training.lr: no viable alternative
 recipe run nowhere                               | recipe='nowhere' is unknown. Known:
 train small.yaml rollout.prompts=1000000000000000 | MemoryError: Unable to allocate

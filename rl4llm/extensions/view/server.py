@@ -221,4 +221,6 @@ def _listen(ports: Sequence[int]) -> socket.socket:
             return socket.create_server(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
             problem = error
-    raise ViewError(f"--port {ports[0]} cannot be used ({problem}). Next: use 0 for any free one.")
+    raise ViewError(
+        f"--port {ports[0]} cannot be used: {str(problem).rstrip('.')}. Next: use 0 for any free one."
+    )
