@@ -14,6 +14,7 @@ from itertools import dropwhile, groupby, pairwise
 from typing import Any
 
 from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.schema import NonNegative, fits, refusal
 from rl4llm.core.types import ChatMessage
 from rl4llm.data.columns import TOOLS, has_column, messages_in, value_at
 from rl4llm.data.load import PROMPT_COLUMNS, Messages, RowReader, conversation
@@ -173,6 +174,8 @@ class Pairs(_WithAnswers):
             check_learned(column, _begun(column, answer))
         check_replies("chosen", chosen)  # an empty answer may well be the rejected one
         margin = float(row.get("margin") or 0)  # a text in a .csv
+        if not fits(margin, NonNegative):
+            raise DataError(refusal("margin", margin, NonNegative))
         answers = {"chosen": _dicts(chosen), "rejected": _dicts(rejected), "margin": margin}
         return prompt, answers, (_dicts(prompt), answers)
 

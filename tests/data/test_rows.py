@@ -391,6 +391,8 @@ BAD = {
         {"chosen": [ASKED], "rejected": [ASKED, SAID]},
         {**PAIR, "rejected": [ASKED, SAID]},
         {**PAIR, "margin": "big"},
+        {**PAIR, "margin": -1},
+        {**PAIR, "margin": "nan"},
         {**PAIR, "chosen": [SAID, ASKED]},
         {**PAIR, "chosen": [UNLEARNED]},
         {**PAIR, "a": {"bytes": None, "path": "1.PNG"}},
