@@ -209,10 +209,11 @@ class Labels(_WithAnswers):
 
 def check_labels(rows: Any, limit: int | None = None) -> None:
     """Raise DataError for labelled answers that are all good or all bad."""
-    if len({row["label"] for row in rows}) == 1:
-        raise DataError(
-            f"{rows.source}: all {len(rows)} rows have the same label. Add others, or raise data.limit={limit}."
-        )
+    labels = {row["label"] for row in rows}
+    if len(labels) == 1:
+        more = "" if limit is None else f", or raise data.limit={limit}"
+        label = str(labels.pop()).lower()
+        raise DataError(f"{rows.source}: all {len(rows)} rows have label={label}. Add others{more}.")
 
 
 def answer_of(row: Mapping[str, Any], column: str, *, alone: bool = False) -> Messages:
