@@ -72,9 +72,7 @@ class BaseRewardFunction(ABC):
 
     def __init__(self, name: str):
         if not re.fullmatch(r"[a-zA-Z0-9_\-]+", name):
-            raise RewardError(
-                f"Reward name {name!r} is not accepted. Accepted: letters, digits, '_' and '-'."
-            )
+            raise RewardError(f"Reward name {name!r} is not accepted: letters, digits, '_' and '-'.")
         self.name = name
 
     @abstractmethod

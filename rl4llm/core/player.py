@@ -113,9 +113,7 @@ class Player:
             before = list(sample.messages)
             replies = await call_off_loop("rl4llm-env", self.respond, sample)
             if sample.messages != before:
-                raise EnvError(
-                    f"{where} changed sample.messages; return the new messages, and the loop appends them"
-                )
+                raise EnvError(f"{where} changed sample.messages; return the new messages instead")
             if not are_messages(replies):
                 raise EnvError(
                     f"{where} must return a list of ChatMessage ([] ends the episode), not {replies!r:.200}"

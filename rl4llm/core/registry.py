@@ -108,9 +108,8 @@ class Registry(Generic[T]):
     def _checked(self, name: str, item: Any) -> T:
         base = load(self.base) if self.base else object
         if self.base and not (isinstance(item, type) and issubclass(item, base)):
-            raise ConfigError(
-                f"{self.where}={name!r} is {item!r:.100}. Accepted: a subclass of {base.__name__}."
-            )
+            accepted = f"a subclass of {base.__name__}"
+            raise ConfigError(f"{self.where}={name!r} is {item!r:.100}. Accepted: {accepted}.")
         return cast(T, item)
 
     def _add_provided(self) -> None:

@@ -20,6 +20,7 @@ from rl4llm.runtime.runner import Runner
 from rl4llm.runtime.seeds import derive_seed
 
 NO_VERSION = -1
+ABORTED = Completion("", (), (), "abort", NO_VERSION)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,14 +106,12 @@ class PolicyLLM:
             if new := record.messages < len(sample.messages):
                 self._append_context(sample, record, len(sample.messages))
         except DataError as error:
-            sample.fail(
-                str(error), "env/special_tokens" if isinstance(error, SpecialTokenError) else "env/image"
-            )
-            return Completion("", (), (), "abort", NO_VERSION)
+            kind = "special_tokens" if isinstance(error, SpecialTokenError) else "image"
+            sample.fail(str(error), f"env/{kind}")
+            return ABORTED
         if not new and sample.messages[-1].role == "assistant":
             raise EnvError(
-                f"Prompt {sample.prompt_id!r}: the policy would take two turns in a row with no message between them. "
-                "Next step: append a message of the environment first."
+                f"Prompt {sample.prompt_id!r}: append a message of the environment before the policy's next turn."
             )
         prompt_ids = sample.token_ids
         if len(prompt_ids) >= self._client.context_length:
@@ -222,7 +221,7 @@ class PolicyLLM:
                 given_up = f"after {len(completion.token_ids)} of at most {params.max_tokens} tokens"
                 sample.fail(f"the engine aborted a reply of the policy {given_up}", "engine/aborted")
             return completion
-        return Completion("", (), (), "abort", NO_VERSION)
+        return ABORTED
 
     def _with_stops(self, params: SamplingParams) -> SamplingParams:
         """Add the tokens by which the chat template ends a turn."""

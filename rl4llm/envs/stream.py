@@ -111,6 +111,7 @@ class GroupStream:
                 self._begin()
             oldest = self.rounds[0]
             count = min(total, oldest.left)
+            # all ranks count the same draws, so each takes its share of them without asking the others
             own_rows, own_units = oldest.take(count)
             running = cast("Running[None]", oldest.running)  # `_begin` began it
             running.wait([unit.outcome for unit in own_units])

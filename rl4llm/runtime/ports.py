@@ -26,9 +26,7 @@ def free_port(host: str, but: int | None = None) -> int:
     for port in candidates:
         if port != but and _taken(host, port) is None:
             return port
-    raise EngineError(
-        f"None of 100 ports between 20000 and 32767 is free on {host}. Next: set one with --port."
-    )
+    raise EngineError(f"None of 100 ports is free on {host}. Next: set one with --port.")
 
 
 def check_free(host: str, port: int) -> None:
@@ -38,8 +36,7 @@ def check_free(host: str, port: int) -> None:
         return
     if problem.errno == errno.EADDRINUSE:
         raise EngineError(
-            f"Port {port} on {host} is in use by {describe(holder(port))}. Next: stop it, or set another --port (0 for "
-            "any free port)."
+            f"Port {port} on {host} is in use by {describe(holder(port))}. Set another --port, or 0."
         )
     raise EngineError(f"No server can listen on port {port} of {host}: {problem.strerror}.")
 

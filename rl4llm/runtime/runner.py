@@ -102,6 +102,8 @@ class Runner:
         """Run the loop until no coroutine is left."""
         self._ident = threading.get_ident()
         try:
+            # Not `run_until_complete`: coroutines that other threads start meanwhile share this turn, and only the last to
+            # end stops the loop, so that no thread waits for the coroutines of another.
             with torch.no_grad(), torch.cuda.device(device):
                 loop.run_forever()
         except BaseException as error:  # noqa: BLE001 - a task's SystemExit ends the loop, and `run` raises it

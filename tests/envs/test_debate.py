@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rl4llm.core.base_env import BaseRewardFunction, ChatMessage
+from rl4llm.core.base_env import ChatMessage
 from rl4llm.core.base_opponent import BaseOpponent
 from rl4llm.core.errors import ConfigError, EnvError, UnreachableError
 from rl4llm.core.message import CUT
@@ -17,18 +17,9 @@ from rl4llm.extensions.judges.judges import BaseJudge, Winner
 from rl4llm.inference.local import LocalClient
 from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient, check_env
+from tests.envs.test_rollout import Length
 
 QUIET = Winner()
-
-
-class Length(BaseRewardFunction):
-    """The number of letters that the role said last."""
-
-    def __init__(self, name="length", **kwargs):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs) -> float:
-        return float(len(messages[-1].content))
 
 
 class Talk(RolesEnv):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.errors import ConfigError, EngineError, TooManyFailuresError
 from rl4llm.core.types import Group, SamplingParams, TokenSpan, Trajectory, WeightRef
 from rl4llm.data.render import Renderer
@@ -11,16 +11,7 @@ from rl4llm.rewards import RewardFailure
 from rl4llm.runtime.runner import Runner
 from rl4llm.testing import ScriptedClient
 from rl4llm.tracking.summary import summarize
-
-
-class Length(BaseRewardFunction):
-    """The number of letters that the role said last."""
-
-    def __init__(self, name="length", **kwargs):
-        super().__init__(name)
-
-    def __call__(self, messages, ground_truth, **kwargs) -> float:
-        return float(len(messages[-1].content))
+from tests.envs.test_rollout import Length
 
 
 class Talk(BaseMDPEnv):

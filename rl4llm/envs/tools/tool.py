@@ -230,7 +230,6 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
-        raise ConfigError(
-            f"The tool {getattr(function, '__name__', function)!r} has no schema: {str(error).rstrip('.!')}. Next step: "
-            "give each parameter a type hint, and the function a docstring whose `Args:` describes them all."
-        ) from error
+        name = getattr(function, "__name__", function)
+        step = "Next step: give each parameter a type hint, and the docstring an `Args:` that describes it."
+        raise ConfigError(f"The tool {name!r} has no schema: {str(error).rstrip('.!')}. {step}") from error
