@@ -86,7 +86,7 @@ def test_command_line_is_answered(line, said, capsys):
 def test_import_of_a_foreign_name_is_answered(name):
     if name in rl4llm.__all__:
         pytest.skip("rl4llm has this name")
-    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'rl4llm'. The name is of "):
+    with pytest.raises(ImportError, match=f"'rl4llm' has no attribute '{name}'. The name is of "):
         exec(f"from rl4llm import {name}")
     assert of_name(f"theirs.core.{name}") == NAMES[name] != ""
 
@@ -135,17 +135,14 @@ def test_unknown_attribute_is_missing_without_an_import_error(name):
 
 
 @pytest.mark.parametrize("home", ["rl4llm.extensions.no_such_extension.x", "no_such_package.x"])
-def test_name_of_a_missing_package_is_missing_with_the_reason(home, tmp_path, monkeypatch):
+def test_name_of_a_missing_package_raises_the_reason(home, tmp_path, monkeypatch):
     module = ModuleType("needs_more")
     (tmp_path / "needs_more.pyi").write_text(f"from {home} import Thing as Thing\n")
     module.__getattr__, _ = lazy("needs_more", str(tmp_path / "needs_more.py"))
     monkeypatch.setitem(sys.modules, "needs_more", module)
-    assert not hasattr(module, "Thing")
-    with pytest.raises(
-        AttributeError, match=r"has no attribute 'Thing'. Thing cannot be imported: .*no_such_"
-    ):
+    with pytest.raises(ImportError, match="no_such_"):
         module.Thing  # noqa: B018
-    with pytest.raises(ImportError, match=r"cannot import name 'Thing' from 'needs_more'. .*no_such_"):
+    with pytest.raises(ImportError, match="no_such_"):
         exec("from needs_more import Thing")
 
 
