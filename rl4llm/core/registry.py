@@ -255,7 +255,7 @@ def imported(where: str, name: str, accepted: str = "'package.module:function'")
     try:
         names = dir(module := importlib.import_module(module_name))
         return getattr(module, attribute)
-    except (ImportError, AttributeError, ValueError, SyntaxError, NameError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError, NameError) as error:
         near = did_you_mean(attribute, names)
         raise ConfigError(
             f"{where}={name!r} cannot be imported: {error}.{near} Accepted: {accepted}, "
