@@ -113,9 +113,7 @@ class ServerProcess:
     def check(self) -> None:
         """Raise EngineError with the end of the log if the server has died."""
         if self.wait(0) is not None:
-            raise EngineError(
-                f"{self.name} at {self.url} died, exit code {self.exit_code}.\n{self.last_words()}"
-            )
+            raise EngineError(f"{self.name} died, exit code {self.exit_code}.\n{self.last_words()}")
 
     def stop(self) -> None:
         """End the server and all its processes, and wait until they have ended; a second call does nothing."""
@@ -247,20 +245,17 @@ def _parser(engine: str | None) -> argparse.ArgumentParser:
         description="Start an inference server, wait until it is healthy, and clean up all its processes on exit.",
         epilog="All other flags are passed to the server, for example --model-path M --port 30000 for SGLang. For vLLM and "
         "the embedded engine, the model's path comes first. --port 0 selects a free port.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,  # --py might be a flag of the server
     )
-    kinds = sorted(SERVER_KINDS)
-    parser.add_argument("--engine", choices=kinds, default=engine or "sglang", help="kind of server")
+    kinds, default = sorted(SERVER_KINDS), "(default: %(default)s)"
+    parser.add_argument(
+        "--engine", choices=kinds, default=engine or "sglang", help=f"kind of server {default}"
+    )
     parser.add_argument("--python", metavar="PATH", help="Python of the server's environment")
     parser.add_argument("--cpu", action="store_true", help="run without a GPU, for tests and small models")
-    parser.add_argument(
-        "--log", metavar="PATH", help="file for the server's output; otherwise a temporary one"
-    )
-    parser.add_argument(
-        "--restarts", type=int, default=0, help="how often in a row to restart it when it dies"
-    )
-    parser.add_argument("--ready-within", type=float, default=1800.0, help="seconds until it must be healthy")
+    parser.add_argument("--log", metavar="PATH", help="file for its output, not a temporary one")
+    parser.add_argument("--restarts", type=int, default=0, help=f"restarts in a row {default}")
+    parser.add_argument("--ready-within", type=float, default=1800.0, help=f"seconds to be healthy {default}")
     return parser
 
 

@@ -111,7 +111,9 @@ class AdaptingClient(ServerClient):
 
         answer = await (self.retry.run(get) if retries else get(0))
         models = field(answer, "data", "/v1/models")
-        return [item for item in models if isinstance(item, Mapping)] if isinstance(models, list) else []
+        if not isinstance(models, list):
+            raise UnreachableError(f"{self.base_url} lists no models.")
+        return [item for item in models if isinstance(item, Mapping)]
 
     async def _load_adapter(self, weight_ref: WeightRef) -> None:
         name = adapter_name(self._prefix, weight_ref)
@@ -120,10 +122,7 @@ class AdaptingClient(ServerClient):
             body = {"lora_name": name, "lora_path": weight_ref.path}
             problem = await self.attempted(f"{self.ADAPTERS_AT}/load_lora_adapter", body)
             if name not in await self._listed():
-                raise EngineError(
-                    f"{self.base_url} does not list version {weight_ref.version} after a request to load it from "
-                    f"{weight_ref.path}. {problem or 'See the log of the server.'}"
-                ) from problem
+                raise EngineError(f"{self} lacks {weight_ref.path}. {problem or 'See its log.'}") from problem
         await self._use(name, before)
 
     async def _use(self, name: str | None, superseded: Iterable[str]) -> None:

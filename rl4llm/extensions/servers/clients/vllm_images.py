@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl4llm.core.errors import EngineError, RefusedError
+from rl4llm.core.errors import EngineError, RefusedError, UnreachableError
 from rl4llm.core.images import ImagePlace
 from rl4llm.extensions.servers.clients.images import data_uri, feature_name
 from rl4llm.extensions.servers.clients.server import field
@@ -75,7 +75,9 @@ class RenderedImages:
                 f"{self._where} makes {at['length']} tokens of an image of {place.length}. Start it with the "
                 "preprocessor_config.json of model.path."
             )
-        return str(data)
+        if not isinstance(data, str):  # as of an image that the server has processed before
+            raise UnreachableError(f"{self._where} rendered an image without its tensors.")
+        return data
 
 
 def with_features(

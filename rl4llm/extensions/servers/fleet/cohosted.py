@@ -67,5 +67,4 @@ class CohostedFleet(FleetClient):
 
     def _demand(self, what: str, *states: DeviceState) -> None:
         if self.state not in states:
-            accepted = " or ".join(state.value for state in states)
-            raise EngineError(f"{self} is {self.state.value}, so it cannot {what}; it must be {accepted}.")
+            raise EngineError(f"{self} is {self.state.value}, so it cannot {what}.")

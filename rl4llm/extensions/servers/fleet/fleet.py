@@ -63,8 +63,7 @@ class FleetClient(BaseClient):
     ):
         if router and not router.SAYS_VERSIONS:
             raise ConfigError(
-                f"inference.router={router.base_url!r} is not accepted for {type(router).__name__}, whose replies lack the "
-                "version of the weights. Set inference.url to a list of servers."
+                f"{type(router).__name__} takes no inference.router. List servers in inference.url."
             )
         self.publishers = members[0].publishers
         self.context_length = min(client.context_length for client in members)
