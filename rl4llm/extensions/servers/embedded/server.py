@@ -86,7 +86,9 @@ class EmbeddedServer:
         for route, answer in answers.items():
             method, path = route.split()
             app.router.add_route(method, path, partial(self._answer, answer))
-        app.router.add_get("/v1/models/{model:.+}", self._described)  # /v1/models/{model}: a name may be a path
+        app.router.add_get(
+            "/v1/models/{model:.+}", self._described
+        )  # /v1/models/{model}: a name may be a path
         for path in WIRES:
             app.router.add_post(f"/v1/{path}", partial(self._answer_openai, self._openai.chat))
             app.router.add_post(f"/v1/{path}/count_tokens", self._count)
