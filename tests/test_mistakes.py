@@ -278,7 +278,7 @@ train small.yaml env.name=os:path                | Accepted: a subclass of BaseM
 train small.yaml inference.name=sglang inference.url=http://127.0.0.1:99999 | http://HOST:PORT
 serve env --env chat --port 0 sandbox.level=nowhere | sandbox.level='nowhere' is unknown
 launch small.yaml output.dir=small.yaml          | output.dir='small.yaml' is a file, not a directory
-launch small.yaml model.path=./nowhere           | model.path='./nowhere' does not exist
+launch small.yaml model.path=./nowhere           | model.path='./nowhere' cannot be loaded: there is no such directory
 launch small.yaml data.path=smal.yaml            | The dataset 'smal.yaml' does not exist
 train small.yaml env.remote=3                    | env.remote=3 is not accepted
 view broken --export pipe                        | pipe cannot be written: it exists but is not a regular

@@ -366,6 +366,8 @@ def _reading(what: str, path: str) -> Iterator[None]:
         step = "Check that the directory is complete, or copy it again from its source."
         if "trust_remote_code" in str(error):
             step = "Code of a model never runs (auto_map): use a model whose architecture transformers has."
+        elif path.startswith((".", "/", "~")) and not Path(path).exists():
+            reason, step = ["there is no such directory."], "Check the path."
         elif not Path(path).is_dir():
             step = "Check the name and the network, or use a local copy."
         raise ModelError(

@@ -59,6 +59,12 @@ class Tower:
         self.sequence = vision.probe()
         self.probe = self.sequence[1][0].image
 
+    @classmethod
+    def read(cls, path: str | Path, vision: Vision, dtype: torch.dtype, *, trains: bool = False) -> Tower:
+        """Read the image side of a checkpoint."""
+        module, names = _image_side(str(model_directory(path)), dtype)
+        return cls(module, vision, names, trains=trains)
+
     @property
     def parts(self) -> nn.ModuleDict:
         """Return the modules with its weights."""
@@ -277,8 +283,7 @@ def add_tower(
     model and image side together do not compute what the family's class does; of the ranks `shared_by`, only the first
     holds the text model yet.
     """
-    module, names = _image_side(str(model_directory(path)), model.dtype)
-    tower = Tower(module, vision, names, trains=trains)
+    tower = Tower.read(path, vision, model.dtype, trains=trains)
     setattr(model, TOWER, tower)
     if trains:
         model.add_module(IMAGE_SIDE, tower.parts.requires_grad_(True).to(model.device))

@@ -94,7 +94,7 @@ class Registry(Generic[T]):
         if name in self:
             item = self._items[name]
             if isinstance(item, str):
-                item = self._items[name] = self._checked(name, load(item))
+                item = self._items[name] = self._checked(name, self._loaded(name, item))
             return item
         if ":" in name:
             accepted = f"a registered name ({', '.join(self)}) or 'package.module:Class'"
@@ -104,6 +104,17 @@ class Registry(Generic[T]):
             install = f"Next, in a checkout of rl4llm: pip install ./extras/{self.extras[name]}"
             problem = f"{self.where}={name!r} is in a package that is not installed. {install}"
         raise ConfigError(problem)
+
+    def _loaded(self, name: str, path: str) -> Any:
+        try:
+            return load(path)
+        except (ImportError, AttributeError) as error:
+            if path.startswith("rl4llm."):
+                raise
+            # else one broken package would end every command
+            raise ConfigError(
+                f"{self.where}={name!r} is {path}, which cannot be imported: {error}."
+            ) from error
 
     def _checked(self, name: str, item: Any) -> T:
         base = load(self.base) if self.base else object

@@ -144,7 +144,7 @@ def test_dynamic_sampling_fills_every_prompt_and_role(model_dir, tmp_path):
 
 def test_a_missing_server_is_found_before_anything_starts(model_dir, tmp_path):
     gone = {"con": {"url": "http://127.0.0.1:9/v1", "model": "rival", "attempts": 1}}
-    with pytest.raises(ConfigError):
+    with pytest.raises(UnreachableError):
         train(model_dir, tmp_path / "run", **{"env.opponents": gone})
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

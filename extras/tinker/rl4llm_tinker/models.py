@@ -78,6 +78,10 @@ class Base:
 
     def adapted(self, shape: Shape) -> LoraAdapter:
         """Return a new adapter on new modules around the tensors of this model."""
+        if shape.rank > (
+            width := self.model.config.get_text_config().hidden_size
+        ):  # memory that a client asks for
+            raise ConfigError(f"lora_config.rank={shape.rank} is not accepted. Accepted: at most {width}.")
         shared = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         model = copy.deepcopy(self.model, shared)
         return add_adapter(

@@ -374,10 +374,10 @@ def test_a_host_that_hangs_is_lost_when_its_time_is_over(remote, play, monkeypat
 ])  # fmt: skip
 def test_error_on_a_host_fails_only_its_episode(host, remote, play, text, failure_class):
     result = play(remote([host], STUMBLES, rows(text, "Guess."), max_steps=2), max_failed_share=1.0)
-    assert {(sample.prompt_id, sample.index, sample.failure_class) for sample in result.failed} == {
-        ("p0", 1, failure_class),
-        ("p0", 2, failure_class),
-    }
+    assert {(sample.prompt_id, sample.index) for sample in result.failed} == {("p0", 1), ("p0", 2)}
+    # gRPC may end a call without an answer where a message is too long
+    classes = {failure_class, "env/timeout"} if text == "huge" else {failure_class}
+    assert {sample.failure_class for sample in result.failed} <= classes
     assert len(result.trajectories) == 4
 
 
