@@ -9,7 +9,7 @@ from vowels import prompts
 
 from rl4llm import GRPOTrainer, RolesEnv
 from rl4llm.cli import main
-from rl4llm.core.errors import ConfigError, TooManyFailuresError
+from rl4llm.core.errors import ConfigError, TooManyFailuresError, UnreachableError
 from rl4llm.extensions.judges.judges import BaseJudge
 
 CONFIG = Path(__file__).parents[2] / "configs" / "debate_grpo.yaml"

@@ -117,7 +117,11 @@ class ServerClient(BaseClient):
         visible_within_s: float = 10.0,
         api_key: str | None = None,
     ):
-        if not (match := URL(base_url)).host or match.scheme not in ("http", "https"):
+        try:
+            address = URL(base_url)
+        except ValueError:  # such as a port out of range
+            address = URL()
+        if not address.host or address.scheme not in ("http", "https"):
             raise ConfigError(f"inference.url={base_url!r} is not accepted. Accepted: http://HOST:PORT.")
         self.base_url = base_url.rstrip("/")
         self.vocab_size = vocab_size
