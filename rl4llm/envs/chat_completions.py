@@ -174,6 +174,7 @@ def functions_of(fields: Fields, kind: str, keys: Mapping[str, str]) -> Any:
     functions = []
     for tool in listed:
         inner = tool.get("tools") if isinstance(tool, dict) and tool.get("type") == "namespace" else None
+        fields.ignored += ["tools.description"] if inner and tool.get("description") else []
         for row in inner if isinstance(inner, list) else [tool]:
             row_kind = (row.get("type") or kind) if isinstance(row, dict) else None
             if isinstance(row_kind, str) and row_kind.startswith("web_search"):
@@ -191,6 +192,9 @@ def functions_of(fields: Fields, kind: str, keys: Mapping[str, str]) -> Any:
                     raise RequestError(f"tools: {key}={row[key]!r:.100} is not read.", param="tools")
                 fields.ignored += [f"tools.{key}"] if row[key] is not None else []
             functions.append({"type": "function", "function": seen})
+    names = [function["function"]["name"] for function in functions]
+    if len(set(map(str, names))) < len(names):  # a call says the name alone
+        raise RequestError(f"tools: a name occurs twice in {names!r:.200}.", param="tools")
     return functions
 
 

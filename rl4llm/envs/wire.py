@@ -35,6 +35,7 @@ METADATA = {
     "background",
 }  # fmt: skip
 """Fields that never change an answer; the draws of an episode have separate seeds."""
+_CONTENT = "it is content that this API does not read. Send it as messages"
 REFUSED = {
     "n": "a request gets one answer. Send n requests instead",
     "best_of": "a request gets one answer. Send n requests instead",
@@ -42,10 +43,32 @@ REFUSED = {
     "suffix": "an answer ends where the policy ends it",
     "top_logprobs": "only sampled tokens have log-probs",
     **dict.fromkeys(
-        ("conversation", "prompt", "container"), "nothing is stored here. Send the conversation itself"
+        ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+        "the run renders prompts. Set env.template_args instead",
+    ),
+    **dict.fromkeys(("system", "instructions", "messages", "input", "documents", "prefix"), _CONTENT),
+    **dict.fromkeys(
+        ("conversation", "prompt", "container", "previous_response_id"),
+        "nothing is stored here. Send the conversation itself",
     ),
 }
-"""Scalars that change what an answer is or answers to."""
+"""Fields that change what an answer is or answers to, where a wire does not read them."""
+FORCING = {
+    "function_call": "tool_choice",
+    **dict.fromkeys(
+        (
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "structured_outputs",
+            "grammar",
+            "regex",
+        ),
+        "response_format",
+    ),
+}
+"""Fields of some servers that force an answer, and what `env.unenforced` calls that."""
 UNENFORCED = ("tool_choice", "response_format")
 """What `env.unenforced` lets pass."""
 Kept = Mapping[str, tuple[ChatMessage, ...]]
@@ -208,30 +231,45 @@ class Fields(dict[str, Any]):
             for name in sorted(self.keys() - set(used) - METADATA)
             if name not in neutral or self[name] != neutral[name]
         ]
-        for name in self.ignored:
-            if name in REFUSED or not is_metadata(self[name]):
+        for name in tuple(self.ignored):
+            if name in FORCING:
+                self._unenforced(FORCING[name], name)
+            elif name in REFUSED or not is_metadata(self[name]):
                 why = REFUSED.get(name, "it is content that is not read. Remove it")
                 raise RequestError(f"{name}={self[name]!r:.100} is not accepted: {why}.", param=name)
+
+    def inner(self, name: str, used: Collection[str]) -> Mapping[str, Any]:
+        """Return a field that is an object, of which these keys are read; others are treated like fields."""
+        value = mapping_of(self, name)
+        for key in sorted(value.keys() - set(used)):
+            if not is_metadata(value[key]):
+                raise RequestError(
+                    f"{name}.{key}={value[key]!r:.100} is content that is not read.", param=name
+                )
+            self.ignored += [f"{name}.{key}"] if value[key] is not None else []
+        return value
 
     def may_call(self, choice: Any, auto: Any = "auto", none: Any = "none") -> bool:
         """Return whether a `tool_choice` allows calls. Raises RequestError for one that forces a call."""
         if choice not in (auto, none):
-            self._unenforced("tool_choice", f"tool_choice={choice!r:.100}", "call")
+            self._unenforced("tool_choice", "tool_choice", choice)
         return bool(choice != none)
 
     def check_format(self, name: str, value: Any) -> None:
         """Raise RequestError for a format of the answer that is not plain text."""
         if value not in (None, PLAIN):
-            self._unenforced("response_format", f"{name}={value!r:.100}", "format", name.partition(".")[0])
+            self._unenforced("response_format", name, value)
 
-    def _unenforced(self, switch: str, text: str, kind: str, param: str | None = None) -> None:
+    def _unenforced(self, switch: str, name: str, value: Any = None) -> None:
+        kind = switch.rpartition("_")[2].replace("choice", "call")
+        shown = self.get(name) if value is None else value
         if switch not in self.unenforced:
             raise RequestError(
-                f"{text} is not accepted: the policy is sampled freely, so no {kind} can be forced. Ask for it in the "
-                f"prompt; in training, env.unenforced=[{switch}] ignores the field.",
-                param=param or switch,
+                f"{name}={shown!r:.100} is not accepted: the policy is sampled freely, so no {kind} can be forced. Ask for "
+                f"it in the prompt; in training, env.unenforced=[{switch}] ignores the field.",
+                param=name.partition(".")[0],
             )
-        self.ignored.append(param or switch)
+        self.ignored.append(name.partition(".")[0])
 
 
 def is_metadata(value: Any) -> bool:

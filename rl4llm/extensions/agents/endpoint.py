@@ -66,7 +66,7 @@ class AgentEndpoint:
 
     async def _start(self) -> None:
         """Listen on a free port."""
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._errors_as_json])
         for start in ("/v1", "/{key}/v1", "/{key}/v1/v1"):  # some SDKs add /v1 to their base URL
             for name in WIRES:
                 app.router.add_post(f"{start}/{name}", self._complete)
@@ -99,9 +99,11 @@ class AgentEndpoint:
             asked, answer, entry = await self._answered(request, session)
             try:
                 return await _sent(request, asked, answer)
-            except (OSError, asyncio.CancelledError):
-                # the agent has disconnected, so it never acts on this answer
+            except BaseException as error:
+                # the agent never acts on this answer; mostly it has disconnected
                 session.history.take_back(entry)
+                if not isinstance(error, OSError | asyncio.CancelledError):
+                    session.broke(error)
                 raise
 
     async def _answered(self, request: web.Request, session: AgentSession) -> tuple[Asked, Answer, Entry]:
@@ -130,8 +132,12 @@ class AgentEndpoint:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = self._asked(request, session, await _body(request, session))
-        return _json({"input_tokens": session.count(asked)})
+        limit = session.ran_into
+        try:
+            asked = self._asked(request, session, await _body(request, session))
+            return _json({"input_tokens": session.count(asked)})
+        finally:
+            session.ran_into = limit  # a count ends nothing
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
         stored = self._session(request).stored.get(request.match_info["answer"].removeprefix("resp_"))
@@ -149,6 +155,23 @@ class AgentEndpoint:
         }
         one = "model" in request.match_info
         return _json(model if one else {"object": "list", "data": [model]})
+
+    @web.middleware
+    async def _errors_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return _json(wire_of(request.path).error_body(error), error.status)
+        except RecursionError:
+            return _json(wire_of(request.path).error_body(RequestError(TOO_DEEP)), 400)
+        except web.HTTPException as error:
+            known = f"This server has /v1/models, /v1/{', /v1/'.join(WIRES)}"
+            text = known if error.status in (404, 405) else error.text or error.reason
+            refused = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
+            session = self._sessions.get(request.path.split("/")[1])
+            if session is not None and request.method == "POST" and "/v1/" in request.path:
+                session.note_refusal(None, refused)  # a wire that is not read
+            return _json(wire_of(request.path).error_body(refused), error.status)
 
     def _session(self, request: web.Request) -> AgentSession:
         """Return the session named by the path or by the API key; if both name an episode, they must agree."""
@@ -208,18 +231,3 @@ async def _sent(request: web.Request, asked: Asked, answer: Answer) -> web.Strea
 
 def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=dumps(body).encode(), status=status, content_type="application/json")
-
-
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except RequestError as error:
-        return _json(wire_of(request.path).error_body(error), error.status)
-    except RecursionError:
-        return _json(wire_of(request.path).error_body(RequestError(TOO_DEEP)), 400)
-    except web.HTTPException as error:
-        known = f"This server has /v1/models, /v1/{', /v1/'.join(WIRES)}"
-        text = known if error.status in (404, 405) else error.text or error.reason
-        refused = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
-        return _json(wire_of(request.path).error_body(refused), error.status)

@@ -19,6 +19,7 @@ from rl4llm.extensions.agents.runs import AgentOutcome, CommandAgent, FunctionAg
 from rl4llm.extensions.agents.session import AgentSession
 from rl4llm.runtime.seeds import derive_seed
 
+MOST_WARNINGS = 20  # of fields, whose names an agent chooses
 END_S = 60.0  # for an agent to end after it was asked to stop
 
 
@@ -178,14 +179,14 @@ class AgentEnv(BaseMDPEnv):
             "generated_tokens": sampled,
             "trained_tokens": session.history.sampled_tokens,
         }
-        for name in sorted(session.ignored):
+        for name in sorted(session.ignored)[:MOST_WARNINGS]:
             self._warn_once(
-                name,
-                f"The agent's requests set {name!r}, which is ignored: it is not read, or the run decides it.",
+                name[:60],
+                f"The agent's requests set {name[:60]!r}, which is ignored: it is not read, or the run decides it.",
             )
 
     def _warn_once(self, name: str, text: str) -> None:
-        if name not in self._told:
+        if name not in self._told and len(self._told) <= MOST_WARNINGS:
             self._told.add(name)
             self._warn(text)
 

@@ -21,7 +21,6 @@ from rl4llm.envs.wire import (
     event,
     flag_of,
     limit_of,
-    mapping_of,
     pieces,
     refused,
     stops_of,
@@ -45,15 +44,14 @@ ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too
 def read_request(body: Any, params: SamplingParams, kept: Kept, unenforced: Collection[str] = ()) -> Asked:
     """Parse and check a request's JSON. Raises RequestError."""
     fields = Fields(body, params, USED, unenforced)
-    config, choice = mapping_of(fields, "output_config"), mapping_of(fields, "tool_choice")
+    config = fields.inner("output_config", ("format",))
+    choice = fields.inner("tool_choice", ("type", "name", "disable_parallel_tool_use"))
     for name, value in (
         ("output_format", fields.get("output_format")),
         ("output_config.format", config.get("format")),
     ):
         fields.check_format(name, value)
-    if config.get("effort"):
-        fields.ignored.append("output_config.effort")
-    _check_edits(mapping_of(fields, "context_management").get("edits"))
+    _check_edits(fields.inner("context_management", ("edits",)).get("edits", []))
     system, picture = text_of(fields.get("system"), "system"), Pictures()
     rows = fields.get("messages")
     messages = (
@@ -168,7 +166,7 @@ def _kind(block: Any, role: str, where: str) -> str:
 
 def _check_edits(edits: Any) -> None:
     """Raise RequestError for edits of the context that drop something; to keep all is what happens."""
-    for edit in edits if isinstance(edits, list) else []:
+    for edit in edits if isinstance(edits, list) else [edits]:
         if not isinstance(edit, dict) or edit.get("keep") != "all":
             raise RequestError(
                 f"context_management: the edit {edit!r:.100} is not accepted, since nothing is dropped here. Accepted: "

@@ -25,7 +25,6 @@ from rl4llm.envs.wire import (
     event,
     flag_of,
     limit_of,
-    mapping_of,
     pieces,
     refused,
 )
@@ -49,10 +48,8 @@ TOOL = {name: name for name in ("name", "description", "parameters", "strict")}
 def read_request(body: Any, params: SamplingParams, kept: Kept, unenforced: Collection[str] = ()) -> Asked:
     """Parse and check a request's JSON. Raises RequestError."""
     fields = Fields(body, params, USED, unenforced)
-    text, include = mapping_of(fields, "text"), fields.get("include", [])
+    text, include = fields.inner("text", ("format",)), fields.get("include", [])
     fields.check_format("text.format", text.get("format"))
-    if text.get("verbosity"):
-        fields.ignored.append("text.verbosity")
     if not isinstance(include, list) or any(name not in INCLUDED for name in include):
         raise RequestError(
             f"include={include!r:.100} is not accepted. Accepted: {INCLUDED}.", param="include"
@@ -149,6 +146,7 @@ def _output(answer: Answer, tools: Sequence[Mapping[str, Any]]) -> list[dict[str
         for space in tools
         if space.get("type") == "namespace"
         for tool in space["tools"]
+        if "name" in tool
     }
     items: list[dict[str, Any]] = []
     if answer.content or not answer.calls:
@@ -177,7 +175,7 @@ def _earlier(body: Mapping[str, Any], kept: Kept) -> tuple[ChatMessage, ...]:
     name = body.get("previous_response_id")
     if name is not None and str(name).removeprefix("resp_") not in kept:
         raise RequestError(
-            f"previous_response_id={name!r:.100} is not an answer of this episode, or was asked for with store=false. Send "
+            f"previous_response_id={name!r:.100} is not a stored answer (store=false?). Send "
             "the conversation in input.",
             code="previous_response_not_found",
             param="previous_response_id",
@@ -228,4 +226,4 @@ def _referenced(name: str, where: str, kept: Kept) -> dict[str, Any]:
     for call in calls:
         if f"fc_{call['id']}" == name:
             return {"role": "assistant", "tool_calls": [call]}
-    raise refused(where, f": {name!r:.100} is not an item of an answer of this episode with store=true.")
+    raise refused(where, f": {name!r:.100} is not an item of a stored answer (store=false?).")

@@ -7,7 +7,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from rl4llm.core.message import UNSEEN
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.chat_completions import read_message
 from rl4llm.envs.dialects import Dialect, Dialects
-from rl4llm.envs.wire import Answer, Asked, RequestError, dumps
+from rl4llm.envs.wire import Answer, Asked, RequestError
 from rl4llm.extensions.agents.history import Continuation, Entry, History
 from rl4llm.runtime.seeds import derive_seed
 
@@ -29,25 +29,33 @@ CONVERSATION = ("messages", "input")  # the fields that hold it
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A refused request: why, a digest of its conversation, and how many messages that has.
-
-    An agent repeats a request with the same conversation, or where the conversation was refused, with one as long.
-    """
+    """A refused request: why, and digests of what its messages say."""
 
     reason: str
-    digest: str
-    length: int
-    about_messages: bool
+    messages: tuple[str, ...]
+
+    def repeated_by(self, messages: tuple[str, ...]) -> bool:
+        """Return whether a request asks this again: it begins with the same messages, or ends with the same one."""
+        same = self.messages[-1:] and messages[-1:] == self.messages[-1:]
+        return bool(same) or messages[: len(self.messages)] == self.messages
 
 
-def _asked_about(body: Any) -> tuple[str, int]:
-    """Return a digest of what a request asks about, and its number of messages."""
-    fields = body if isinstance(body, dict) else {"": body}
-    rows = next((fields[name] for name in CONVERSATION if name in fields), None)
-    parts = [fields.get("system"), fields.get("instructions"), fields.get("previous_response_id"), rows]
-    return xxhash.xxh3_64_hexdigest(dumps(parts).encode(errors="replace")), len(rows) if isinstance(
-        rows, list
-    ) else -1
+def _messages(body: Any) -> tuple[str, ...]:
+    """Return a digest of each message of a request: its texts, and what a call returned, without parts that are refused."""
+    fields = body if isinstance(body, dict) else {}
+    rows = next((fields[name] for name in CONVERSATION if name in fields), [])
+    return tuple(_digest(row) for row in (rows if isinstance(rows, list) else [rows]))
+
+
+def _digest(row: Any) -> str:
+    fields = row if isinstance(row, dict) else {"content": row}
+    content = fields.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text", part.get("content")) if isinstance(part, dict) else part for part in parts]
+    named = [fields.get(name) for name in ("tool_call_id", "call_id", "output", "arguments", "tool_calls")]
+    return xxhash.xxh3_64_hexdigest(
+        repr(["".join(map(str, filter(None, texts))), named]).encode(errors="replace")
+    )
 
 
 class AgentSession:
@@ -132,13 +140,14 @@ class AgentSession:
         dialect, place = self._placed(asked)
         prompt = place.prompt
         ids, images = prompt.token_ids, prompt.images
-        params = dialect.params(asked, self._limited(asked, len(ids)))
+        params = self._limited(asked, len(ids))
         self.requests += 1
         seen = [item.image.digest for item in images]
         digest = xxhash.xxh3_64_hexdigest(f"{ids}{seen or ''}".encode())
         draw = self._draws[digest]  # a repeated question is a new draw, whichever request comes first
         self._draws[digest] += 1
-        completion = await self._llm.complete(self.sample, ids, params, digest, draw, images=images)
+        sampling = dialect.params(asked, params)
+        completion = await self._llm.complete(self.sample, ids, sampling, digest, draw, images=images)
         self.sampled_tokens += len(completion.token_ids)
         self.check_open()
         name = f"{digest}-{draw}"
@@ -161,16 +170,16 @@ class AgentSession:
         """Remember a request that was refused, unless a limit of the episode did it, which `ran_into` tells."""
         self.refused += 1
         if error.code not in ("context_length_exceeded", "max_steps", "episode_over"):
-            self.refusals.append(Refusal(str(error), *_asked_about(body), error.param in CONVERSATION))
+            with suppress(RecursionError):
+                self.refusals.append(Refusal(str(error), _messages(body)))
+                return
+            self.refusals.append(Refusal(str(error), ()))
 
     def note_answer(self, body: Any) -> None:
         """Forget the refusals of requests that this answered one repeats."""
-        digest, length = _asked_about(body)
-        self.refusals = [
-            refusal
-            for refusal in self.refusals
-            if refusal.digest != digest and not (refusal.about_messages and refusal.length == length)
-        ]
+        if self.refusals:
+            messages = _messages(body)
+            self.refusals = [refusal for refusal in self.refusals if not refusal.repeated_by(messages)]
 
     def check_open(self) -> None:
         """Raise RequestError when the episode is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl4llm.core.errors import ConfigError, DataError, TemplateError
+from rl4llm.core.errors import ConfigError, DataError, TemplateError, unknown
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
 from rl4llm.envs import chat_completions as chat
 from rl4llm.envs.dialects import Dialect, Dialects
@@ -34,6 +35,8 @@ PENALTIES = {
     "logit_bias",
 }  # not implemented
 KEPT = 1024  # answers that requests of /v1/responses can continue by their ids
+MOST_IGNORED = 20  # names that are logged
+logger = logging.getLogger("rl4llm.embedded")
 LOOK_S = 0.1  # how often a stream looks for new tokens
 HIDDEN = Completion("", (), (), "length", 0)
 
@@ -70,6 +73,7 @@ class OpenAIEndpoints:
     def __init__(self, engine: LocalClient, tokenizer: Any, name: str, vision: Vision | None = None):
         self._engine, self._tokenizer, self.name = engine, tokenizer, name
         self.dialects = Dialects(tokenizer, vision=vision)
+        self._ignored: set[str] = set()
         self._kept: dict[str, tuple[ChatMessage, ...]] = {}
         self._thread = ThreadPoolExecutor(1)  # only one, since renderers are not made for several
 
@@ -106,7 +110,7 @@ class OpenAIEndpoints:
             self.check_size(len(fields[name]) if isinstance(fields.get(name), list) else 0)
         request = wire.read_request({"model": self.name, **fields}, params, self._kept)
         self.check_size(request.characters // self.dialects.longest_token)
-        _check_penalties(request.ignored)
+        self._check_ignored(request.ignored)
         try:
             return request, params, *await self._in_thread(self._rendered, request)
         except (TemplateError, DataError, ConfigError) as error:
@@ -115,7 +119,8 @@ class OpenAIEndpoints:
     async def text(self, body: Any, wire: Wire) -> TextJob:
         """Check a request for a continuation, which errors of OpenAI's `wire` answer. Raises RequestError."""
         fields = self._fields(body)
-        _check_penalties(Fields(fields, SamplingParams(), PLAIN).ignored)
+        if ignored := Fields(fields, SamplingParams(), PLAIN).ignored:
+            raise RequestError(unknown("/v1/completions: the field", ignored[0], PLAIN), param=ignored[0])
         prompt = fields.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             (prompt,) = prompt
@@ -212,6 +217,16 @@ class OpenAIEndpoints:
             raise RequestError(problem, status=404, code="model_not_found", param="model")
         return fields
 
+    def _check_ignored(self, names: Sequence[str]) -> None:
+        """Log each field once that is not read. Raises RequestError for one that would change the sampling."""
+        for name in PENALTIES.intersection(names):
+            raise RequestError(f"{name} is not accepted by the embedded engine. Remove it.", param=name)
+        for name in sorted({name[:60] for name in names} - self._ignored)[
+            : MOST_IGNORED - len(self._ignored)
+        ]:
+            self._ignored.add(name)
+            logger.warning("Requests set %r, which is ignored.", name)
+
     def _limit(self, asked: Any, prompt_tokens: int) -> int:
         """Return how many tokens an answer may have. Raises RequestError if the context cannot hold as many as asked."""
         room = self._engine.context_length - prompt_tokens
@@ -224,8 +239,8 @@ class OpenAIEndpoints:
     def _chat_answer(self, job: ChatJob, completion: Completion) -> Answer:
         ids = (secrets.randbits(36) for _ in itertools.count())
         prompt_tokens = len(job.prompt.token_ids)
-        answer = job.dialect.answer(job.asked, completion, prompt_tokens, job.params.stop, job.id, ids)
-        if job.asked.keep is not None:
+        answer = job.dialect.answer(job.asked, completion, prompt_tokens, job.asked.stop, job.id, ids)
+        if job.asked.keep is not None and not any(message.parts for message in job.asked.keep):
             self._kept[job.id] = (*job.asked.keep, chat.read_message(answer.message))
             if len(self._kept) > KEPT:
                 del self._kept[next(iter(self._kept))]
@@ -250,9 +265,3 @@ class OpenAIEndpoints:
         usage = {"prompt_tokens": len(job.prompt.token_ids), "completion_tokens": new}
         usage["total_tokens"] = len(job.prompt.token_ids) + new
         return {**head, "model": self.name, "choices": [choice], "usage": usage}
-
-
-def _check_penalties(ignored: Sequence[str]) -> None:
-    """Raise RequestError for a field that would change how the answer is sampled."""
-    for name in PENALTIES.intersection(ignored):
-        raise RequestError(f"{name} is not accepted by the embedded engine. Remove it.", param=name)
