@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from rl4llm.core.message import METADATA, THOUGHTS, Part
@@ -22,7 +22,6 @@ from rl4llm.envs.wire import (
     check_keys,
     dumps,
     flag_of,
-    is_metadata,
     limit_of,
     mapping_of,
     pieces,
@@ -166,36 +165,41 @@ def functions_of(fields: Fields, kind: str, keys: Mapping[str, str]) -> Any:
     """Return the tools of a request in the form of OpenAI's chat.
 
     Functions have this `kind`, and `keys` translates what the policy sees of them; other scalars are ignored. Tools of a
-    namespace are functions, and the search of a provider is offered to nobody. Raises RequestError for other kinds.
+    namespace are functions, and the search of a provider is offered to nobody. Raises RequestError for other kinds, and for
+    a name that occurs twice, since a call has the name alone.
     """
     listed = fields.get("tools", [])
     if not isinstance(listed, list):
         return listed
-    functions = []
-    for tool in listed:
-        inner = tool.get("tools") if isinstance(tool, dict) and tool.get("type") == "namespace" else None
-        fields.ignored += ["tools.description"] if inner and tool.get("description") else []
-        for row in inner if isinstance(inner, list) else [tool]:
-            row_kind = (row.get("type") or kind) if isinstance(row, dict) else None
-            if isinstance(row_kind, str) and row_kind.startswith("web_search"):
-                fields.ignored.append("tools.web_search")
-                continue
-            seen = (
-                {keys[key]: row[key] for key in keys if row.get(key) is not None} if row_kind == kind else {}
+    functions: dict[str, Any] = {}
+    for tool in _flat(fields, listed):
+        row = tool if isinstance(tool, dict) else {}
+        if str(row.get("type")).startswith("web_search"):
+            fields.ignored.append("tools.web_search")
+            continue
+        seen = {keys[key]: row[key] for key in keys if row.get(key) is not None}
+        if (
+            (row.get("type") or kind) != kind
+            or not isinstance(seen.get("name"), str)
+            or seen["name"] in functions
+        ):
+            raise RequestError(
+                f"tools must have type {kind!r} and different names: {tool!r:.100} is not accepted.",
+                param="tools",
             )
-            if "name" not in seen:
-                raise RequestError(
-                    f"tools must have type {kind!r} and a name: {row!r:.100} is not accepted.", param="tools"
-                )
-            for key in row.keys() - {*keys, "type", "cache_control"}:
-                if not is_metadata(row[key]):
-                    raise RequestError(f"tools: {key}={row[key]!r:.100} is not read.", param="tools")
-                fields.ignored += [f"tools.{key}"] if row[key] is not None else []
-            functions.append({"type": "function", "function": seen})
-    names = [function["function"]["name"] for function in functions]
-    if len(set(map(str, names))) < len(names):  # a call says the name alone
-        raise RequestError(f"tools: a name occurs twice in {names!r:.200}.", param="tools")
-    return functions
+        functions[seen["name"]] = {"type": "function", "function": seen}
+        fields.ignore("tools", row, {*keys, "type", "cache_control"})
+    return list(functions.values())
+
+
+def _flat(fields: Fields, tools: Iterable[Any]) -> Iterator[Any]:
+    """Yield tools, and those of namespaces in their place."""
+    for tool in tools:
+        if isinstance(tool, dict) and isinstance(tool.get("tools"), list) and tool.get("type") == "namespace":
+            fields.ignore("tools", tool, {"type", "name", "tools"})
+            yield from tool["tools"]
+        else:
+            yield tool
 
 
 def write_call(call: ToolCall, call_id: str) -> dict[str, Any]:

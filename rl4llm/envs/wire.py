@@ -239,15 +239,17 @@ class Fields(dict[str, Any]):
                 raise RequestError(f"{name}={self[name]!r:.100} is not accepted: {why}.", param=name)
 
     def inner(self, name: str, used: Collection[str]) -> Mapping[str, Any]:
-        """Return a field that is an object, of which these keys are read; others are treated like fields."""
+        """Return a field that is an object, of which these keys are read."""
         value = mapping_of(self, name)
-        for key in sorted(value.keys() - set(used)):
-            if not is_metadata(value[key]):
-                raise RequestError(
-                    f"{name}.{key}={value[key]!r:.100} is content that is not read.", param=name
-                )
-            self.ignored += [f"{name}.{key}"] if value[key] is not None else []
+        self.ignore(name, value, used)
         return value
+
+    def ignore(self, name: str, value: Mapping[str, Any], used: Collection[str]) -> None:
+        """Count the other keys of an object as ignored. Raises RequestError where they are content."""
+        for key in sorted(key for key in value.keys() - set(used) if value[key] is not None):
+            if not is_metadata(value[key]):
+                raise RequestError(f"{name}.{key}={value[key]!r:.100} is not read. Remove it.", param=name)
+            self.ignored.append(f"{name}.{key}")
 
     def may_call(self, choice: Any, auto: Any = "auto", none: Any = "none") -> bool:
         """Return whether a `tool_choice` allows calls. Raises RequestError for one that forces a call."""

@@ -43,7 +43,7 @@ class Refusal:
 def _messages(body: Any) -> tuple[str, ...]:
     """Return a digest of each message of a request: its texts, and what a call returned, without parts that are refused."""
     fields = body if isinstance(body, dict) else {}
-    rows = next((fields[name] for name in CONVERSATION if name in fields), [])
+    rows: Any = next((fields[name] for name in CONVERSATION if name in fields), [])
     return tuple(_digest(row) for row in (rows if isinstance(rows, list) else [rows]))
 
 
