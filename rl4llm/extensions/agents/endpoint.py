@@ -169,7 +169,7 @@ class AgentEndpoint:
             text = known if error.status in (404, 405) else error.text or error.reason
             refused = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
             session = self._sessions.get(request.path.split("/")[1])
-            if session is not None and request.method == "POST" and "/v1/" in request.path:
+            if session and error.status in (404, 405) and request.method == "POST" and "/v1/" in request.path:
                 session.note_refusal(None, refused)  # a wire that is not read
             return _json(wire_of(request.path).error_body(refused), error.status)
 

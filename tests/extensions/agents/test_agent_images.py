@@ -263,7 +263,9 @@ def test_images_without_vision_are_refused_by_name(play):
         client = of_openai(base_url, api_key)
         with pytest.raises(later.openai.BadRequestError, match=r"model\.vision=frozen"):
             await client.chat.completions.create(model="policy", messages=[asking(in_chat(FIRST))])
-        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Hi"}])
+        await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "What is "}]
+        )
 
     result, seen, _ = play(agent, "Answer: 85", sees=False)
     assert not result.failed and len(seen) == 1

@@ -261,10 +261,10 @@ BAD_RESPONSES = [
     ({"tools": [{"type": "local_shell"}]}, "tools must have type 'function'"),
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, r"text\.format=.*" + NO_FORMAT),
     ({"text": {"format": {"type": "json_object"}}}, NO_FORMAT),
-    ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "'msg_x' is not an item of an answer"),
+    ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "'msg_x' is not an item of a stored answer"),
     ({"include": ["file_search_call.results"]}, "include="),
     ({"conversation": "conv_1"}, "conversation='conv_1' is not accepted"),
-    ({"previous_response_id": "resp_x"}, "previous_response_id='resp_x' is not an answer"),
+    ({"previous_response_id": "resp_x"}, "previous_response_id='resp_x' is not a stored answer"),
 ]  # fmt: skip
 BAD_MESSAGES = [
     ({"messages": []}, "at least one message"),
@@ -304,7 +304,7 @@ def test_refusals_are_the_exceptions_of_each_sdk(play):
         with pytest.raises(later.anthropic.AuthenticationError, match="does not name an episode"):
             await message(of_anthropic(base_url.replace(api_key, "guessed"), "x"), False, messages=QUESTION)
         kept = await respond(of_openai(base_url, api_key), False, input="x", store=False)
-        with pytest.raises(later.openai.BadRequestError, match="asked for with store=false"):
+        with pytest.raises(later.openai.BadRequestError, match="is not a stored answer"):
             await respond(of_openai(base_url, api_key), False, input="x", previous_response_id=kept.id)
         tools = [{"name": "calculator", "input_schema": CALCULATOR["parameters"]}]
         asked = {"messages": QUESTION, "tools": tools, "tool_choice": {"type": "none"}}

@@ -92,30 +92,58 @@ def test_what_cannot_be_forced_passes_where_the_run_allows_it(play, wire):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_one_call_at_a_time_ends_the_answer_after_the_first(play, wire):
+@pytest.mark.parametrize("end_is_a_token", [True, False])
+def test_one_call_at_a_time_ends_the_answer_after_the_first(
+    play, tokenizer, monkeypatch, wire, end_is_a_token
+):
+    if not end_is_a_token:
+        vocabulary = {text: token for text, token in tokenizer.get_vocab().items() if text != "</tool_call>"}
+        monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: vocabulary)
     found = []
 
     async def agent(task, base_url, api_key):
         async with httpx.AsyncClient(trust_env=False, verify=TLS) as http:
             for option in ({}, ONE_CALL[wire]):
                 body = {**ASKING[wire], "tools": [TOOLS[wire]], **option}
-                found.append((await http.post(f"{base_url}/{wire}", json=body)).text.count("37+48"))
+                answer = (await http.post(f"{base_url}/{wire}", json=body)).text
+                found.append((answer.count("37+48"), "<tool_call>" in answer))
 
     _, client = play(agent, [CALL * 2])
-    assert found == [2, 1]
+    assert found == [(2, False), (1, False)]
     many, one = (call.params for call in client.calls)
     assert (one.stop, one.stop_token_ids) != (many.stop, many.stop_token_ids)
 
 
+@pytest.mark.parametrize(("wire", "fields"), [
+    ("responses", {"tools": [{"type": "namespace", "name": "a", "tools": [TOOLS["responses"]]}, TOOLS["responses"]]}),
+    ("responses", {"text": {"y": [{"z": 1}]}}),
+    ("messages", {"tool_choice": {"type": "auto", "x": [{"y": 1}]}}),
+    ("messages", {"context_management": {"edits": {"type": "clear_tool_uses_20250919"}}}),
+    ("chat/completions", {"system": "Be brief."}),
+    ("chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
+    ("chat/completions", {"guided_json": {"type": "object"}}),
+    ("chat/completions", {"function_call": {"name": "f"}}),
+])  # fmt: skip
+def test_what_changes_the_prompt_or_forces_an_answer_is_refused(wire, fields):
+    with pytest.raises(RequestError) as refused:
+        read(wire, **fields)
+    assert refused.value.param in fields
+
+
 REFUSED = {"messages": QUESTION, "n": 2}
+HOW = {"type": "text", "text": "How many?"}
 
 
 @pytest.mark.parametrize(("bodies", "trains"), [
     ([{"messages": QUESTION}, REFUSED], False),
     ([REFUSED, {"messages": QUESTION}], True),
     ([{"messages": QUESTION}, REFUSED, {"messages": [{"role": "user", "content": "Another?"}]}], False),
-    ([{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, {"messages": QUESTION}], True),
+    ([{"messages": [{"role": "user", "content": [HOW, {"type": "audio"}]}]}, {"messages": QUESTION}], True),
     ([{"messages": QUESTION}, {"messages": [*QUESTION, {"role": "user", "content": [{"type": "audio"}]}]}], False),
+    ([REFUSED, {"messages": [{"role": "user", "content": "Another?"}]}], False),
+    ([REFUSED, {"messages": [*QUESTION, {"role": "user", "content": "In JSON."}]}], True),
+    ([{"messages": QUESTION}, ["no object"]], False),
+    (["no object", {"messages": QUESTION}], True),
 ])  # fmt: skip
 def test_an_episode_with_a_refused_request_fails_unless_repeated(play, bodies, trains):
     """An SDK that swallows the error would otherwise train a cut episode as a whole one."""
@@ -127,6 +155,35 @@ def test_an_episode_with_a_refused_request_fails_unless_repeated(play, bodies, t
     assert episode.extras["metrics"]["refused"] == 1
 
 
+def test_advice_that_was_followed_repeats_the_request(play):
+    async def agent(task, base_url, api_key):
+        client = later.openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+        with pytest.raises(later.openai.BadRequestError):
+            await client.responses.create(model="policy", input="And now?", previous_response_id="resp_x")
+        items = [*QUESTION, {"role": "assistant", "content": "85"}, {"role": "user", "content": "And now?"}]
+        await client.responses.create(model="policy", input=items)
+
+    assert play(agent)[0].trajectories
+
+
+def test_an_api_that_is_not_read_fails_the_episode(play):
+    async def agent(task, base_url, api_key):
+        async with httpx.AsyncClient(trust_env=False, verify=TLS) as http:
+            await http.post(f"{base_url}/chat/completions", json={"messages": QUESTION})
+            await http.post(f"{base_url}/embeddings", json={"input": "x"})
+
+    assert play(agent)[0].failed[0].failure_class == "agent/refused"
+
+
+def test_a_count_of_tokens_ends_nothing(play):
+    async def agent(task, base_url, api_key):
+        async with httpx.AsyncClient(trust_env=False, verify=TLS) as http:
+            await http.post(f"{base_url}/chat/completions", json={"messages": QUESTION})
+            await http.post(f"{base_url}/messages/count_tokens", json={"messages": QUESTION * 200_000})
+
+    assert play(agent)[0].trajectories[0].stop_reason == "done"
+
+
 def test_a_refusal_of_a_limit_is_an_end_and_no_fault(play):
     result, _ = play(posting(*[{"messages": QUESTION}] * 3), max_steps=2)
     assert result.trajectories[0].stop_reason == "max_steps"
@@ -135,7 +192,7 @@ def test_a_refusal_of_a_limit_is_an_end_and_no_fault(play):
 def test_items_of_earlier_answers_are_named_by_their_ids(play):
     async def agent(task, base_url, api_key):
         client = later.openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-        space = {"type": "namespace", "name": "team", "tools": [TOOLS["responses"]]}
+        space = {"type": "namespace", "name": "team", "tools": [TOOLS["responses"], {"type": "web_search"}]}
         first = await client.responses.create(model="policy", input="How many?", tools=[space])
         said, call = first.output
         assert call.namespace == "team" and (await client.responses.retrieve(first.id)).output == first.output
