@@ -239,7 +239,7 @@ class Fields(dict[str, Any]):
                 raise RequestError(f"{name}={self[name]!r:.100} is not accepted: {why}.", param=name)
 
     def inner(self, name: str, used: Collection[str]) -> Mapping[str, Any]:
-        """Return a field that is an object, of which these keys are read."""
+        """Return a field that is an object. Only these of its keys are read."""
         value = mapping_of(self, name)
         self.ignore(name, value, used)
         return value
