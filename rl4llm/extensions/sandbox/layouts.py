@@ -168,8 +168,8 @@ def _suite(tests: Mapping[str, Any]) -> Suite:
     for text in files.values():
         _parsed(text)
     required = tuple(map(str, tests["required"]))
-    if not required or not {name.partition("::")[0] for name in required if "::" in name} <= files.keys():
-        raise ValueError(f"required={list(required)} are not tests in {sorted(files)}")
+    if not required or not all("::" in name and name.partition("::")[0] in files for name in required):
+        raise ValueError(f"required={tests['required']!r} are not tests in {sorted(files)}")
     return Suite(files, required)
 
 

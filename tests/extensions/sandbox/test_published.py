@@ -94,6 +94,8 @@ UNKNOWN = [  # tests and the columns beside them
     ("assert f(1) ==", {}),
     ("print(f(1))", {}),
     ([{"input": {"a": 1}, "output": "2"}], {}),
+    *(({"files": {"a.py": "def test_a(): assert 1"}, "required": required}, {})
+      for required in (["a.py::test_a", "test_b"], ["a.py::test_a", "b.py::test_b"], "a.py::test_a", [])),
 ]  # fmt: skip
 
 
