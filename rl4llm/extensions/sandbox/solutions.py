@@ -97,8 +97,10 @@ def solutions_of(columns: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for column in COLUMNS:
         value = columns.get(column)
         if isinstance(value, str) and value.lstrip()[:1] == "[":
-            with contextlib.suppress(ValueError):
+            try:
                 value = json.loads(value)
+            except ValueError:
+                continue  # it is no program either
         for source in value if isinstance(value, list | tuple) else [value]:
             if isinstance(source, str) and source.strip():
                 yield column, code_in(source)[0]

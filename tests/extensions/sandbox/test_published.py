@@ -1,5 +1,6 @@
 """Rows of published sets are read by what they say, and their programs are judged as their authors' judges do."""
 
+import json
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -293,7 +294,7 @@ def test_packages_that_programs_cannot_import_are_refused(_bubblewrap, monkeypat
 def test_rows_with_failing_solutions_are_left_out(sandbox, tmp_path, monkeypatch):
     monkeypatch.setenv("RL4LLM_CACHE", str(tmp_path / "cache"))
     right, wrong = "def f(x): return 2 * x", "def f(x): return x"
-    codes = [right, wrong, None, "A text.", right]
+    codes = [right, wrong, None, "A text.", right, "[no_json for x in y]", f"[{json.dumps(right)}]"]
     rows = load_rows(
         [
             {"prompt": f"Double {i}.", "ground_truth": ["assert f(2) == 4"], "code": code}
@@ -301,7 +302,7 @@ def test_rows_with_failing_solutions_are_left_out(sandbox, tmp_path, monkeypatch
         ]
     )
     kept, (warning,) = without_faulty_rows(rows, [CodeReward(sandbox=sandbox)], "data", Ranks())
-    assert [row["code"] for row in kept] == [right, None, "A text.", right]
+    assert [row["code"] for row in kept] == [right, *codes[2:]]
     assert rows[1]["prompt_id"] in warning
     before = sandbox.counts.total()
     assert without_faulty_rows(rows, [CodeReward(sandbox=sandbox)], "data", Ranks()) == (kept, [warning])
