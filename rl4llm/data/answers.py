@@ -88,7 +88,8 @@ class Conversations(_WithAnswers):
             return None
         if str(row.get("history") or "").strip("[]()\"', "):
             raise DataError("a column 'history' is not read. Write its turns in a column 'messages'.")
-        texts = (row.get(name) or "" for name in ("instruction", "input", "context"))
+        names = ("instruction", "input", "context")
+        texts = [_text(name, row[name]) for name in names if row.get(name) not in (None, [], {})]
         prompt = "\n\n".join(text for text in texts if text.strip())
         if self.prompt_template is not None:
             prompt = self.prompt_template.format(prompt=prompt)
@@ -127,9 +128,9 @@ class Conversations(_WithAnswers):
             raise DataError(
                 f"the row has a 'text', but also {', '.join(columns)}. Set data.prompt_column and data.answer_column."
             )
-        if not row["text"].strip():
+        if not (text := _text("text", row["text"])).strip():
             raise DataError("the text is empty. Remove the row.")
-        return str(row["text"])
+        return text
 
 
 class WholeConversations(Conversations):
@@ -295,6 +296,12 @@ def _begun(column: str, messages: Messages) -> Messages:
     if not messages or messages[0].role != "assistant":
         raise DataError(f"{column} must continue with an answer of the assistant.")
     return messages
+
+
+def _text(column: str, value: Any) -> str:
+    if not isinstance(value, str):  # bytes have the methods of a text too
+        raise DataError(f"column {column!r} must be a string, not {value!r:.60}.")
+    return value
 
 
 def _dicts(messages: Messages) -> list[dict[str, Any]]:
