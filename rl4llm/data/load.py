@@ -146,7 +146,8 @@ class RowReader:
 
     def __post_init__(self) -> None:
         try:
-            if "<the prompt>" not in (self.prompt_template or "{prompt}").format(prompt="<the prompt>"):
+            template = "{prompt}" if self.prompt_template is None else self.prompt_template
+            if "<the prompt>" not in template.format(prompt="<the prompt>"):
                 raise ConfigError("data.prompt_template has no {prompt}, the place of the prompt.")
             if not re.compile(self.answer_pattern or "()").groups:
                 raise ConfigError("data.answer_pattern has no group around the answer.")

@@ -363,6 +363,7 @@ def test_a_hub_name_is_loaded_with_its_config_and_split(monkeypatch, hub_is_ther
 
 
 OPTIONS = [
+    {"prompt_template": ""},
     {"prompt_template": "Solve it."},
     {"prompt_template": r"{prompt} \boxed{}"},
     {"prompt_template": "{prompt} {answer}"},
