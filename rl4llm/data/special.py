@@ -286,5 +286,14 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds the longest of some texts."""
-    longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    return re.compile(_tree(filter(None, texts)) or r"(?!)")
+
+
+def _tree(texts: Iterable[str]) -> str:
+    """Return the texts as a regular expression that reads each character once."""
+    heads: dict[str, list[str]] = {}
+    for text in texts:
+        heads.setdefault(text[:1], []).append(text[1:])
+    optional = "?" if heads.pop("", None) is not None else ""
+    inner = "|".join(re.escape(head) + _tree(rest) for head, rest in sorted(heads.items()))
+    return f"(?:{inner}){optional}" if len(heads) > 1 or (optional and inner) else inner

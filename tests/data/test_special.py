@@ -95,6 +95,15 @@ def test_added_tokens_that_are_not_special_stay_vocabulary():
         assert tokenizer.convert_tokens_to_ids("<think>") in token_ids
 
 
+def test_many_tokens_are_found_in_one_pass_over_a_text():
+    found = special.any_of([*(f"<unused{i}>" for i in range(6_000)), "", "<", "\n\n\n", "\n", "[a|b]"])
+    assert found.findall("<unused7><unused\n\n\n\n[a|b]") == ["<unused7>", "<", "\n\n\n", "\n", "[a|b]"]
+    assert special.any_of([""]).findall("a") == []
+    start = time.process_time()
+    assert len(found.findall("<unused" * 40_000)) == 40_000
+    assert time.process_time() - start < 0.5
+
+
 def test_markers_of_a_turn_are_control_if_merely_added():
     kind = SPECIALS["reasoner"]
     names = kind["specials"]
