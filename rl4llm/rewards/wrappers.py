@@ -131,6 +131,8 @@ class Gate(BaseWrapper):
     ):
         super().__init__(reward, name)
         self.by = as_reward_function(by)
+        if self.by.per_turn:
+            raise ConfigError(f"rewards.{self.name}.by={self.by.name!r} scores turns, not whole episodes.")
         self.at_least = at_least
         self.otherwise = float(otherwise)
         if self.success_at is not None and self.otherwise >= self.success_at:
@@ -161,7 +163,8 @@ class Gate(BaseWrapper):
     def _shut(self, sample: SampleState, gate: Any) -> Any:
         """Return the score of a sample that the gate `gate` keeps out."""
         if not math.isfinite(as_number(gate)):
-            return gate  # a failure, or no number at all: the sample must fail, not be shut out
+            # a failure, or no number at all: the sample must fail, not be shut out or get the gate's list
+            return gate if isinstance(gate, Exception) or not self.per_turn else math.nan
         return [self.otherwise] * len(policy_messages(sample)) if self.per_turn else self.otherwise
 
 

@@ -135,6 +135,7 @@ def test_examples_of_what_is_wrapped_are_checked_too():
         lambda: as_reward_function({"name": "clip", "reward": "format", "hi": 1}),
         lambda: as_reward_function({"name": "clip", "high": 1}),
         lambda: as_reward_function({"name": "gate", "reward": "format", "by": "mth"}),
+        lambda: Gate(Number(turns=True), Number(turns=True)),
     ],
 )
 def test_what_cannot_work_is_refused(make):
@@ -142,6 +143,7 @@ def test_what_cannot_work_is_refused(make):
         make()
 
 
-def test_a_gate_by_turns_fails_its_samples():
-    batch = samples("1")
-    assert score(batch, [Gate(Number(), Number(turns=True))]).reward.isnan().all() and batch[0].failure
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_gate_by_scores_of_turns_fails_its_samples(turns):
+    batch, gate = samples("1"), Gate(Number(turns=turns), lambda completions: [[0.5]])
+    assert score(batch, [gate]).reward.isnan().all() and batch[0].failure
