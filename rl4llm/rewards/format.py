@@ -36,8 +36,8 @@ class FormatReward(BaseBatchReward):
         think_opened: bool = False,
     ):
         super().__init__(name)
-        self.think = think
-        self.answer = answer
+        self.think = think.strip("<>")
+        self.answer = answer.strip("<>")
         self.score = float(score)
         self.think_opened = think_opened
 

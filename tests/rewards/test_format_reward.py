@@ -59,6 +59,7 @@ def test_plain_text_may_be_the_answer():
 def test_tags_and_score_are_options():
     assert grade("<plan>a</plan><code>b</code>", think="plan", answer="code", score=0.5) == 0.5
     assert grade("<a.b>a</a.b><a.b>d</a.b>", think="a.b", answer="a.b") == 1.0
+    assert grade("<plan>a</plan><code>b</code>", think="<plan>", answer="<code>") == 1.0
     assert grade("<aXb>a</aXb><c>d</c>", think="a.b", answer="c") == 0.0
 
 
