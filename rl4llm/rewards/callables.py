@@ -184,7 +184,8 @@ def _check_options(key: str, item: Any, options: Mapping[str, Any]) -> None:
         known = {*accepted, "name", "label", "success_at", "weight"}
         for option in options.keys() - accepted.keys():
             raise ConfigError(unknown(f"An option of reward {key!r}", option, known - {option}))
-        required = (name for name in accepted if accepted[name].default is inspect.Parameter.empty)
+        named = (each for each in accepted.values() if each.kind is not each.VAR_POSITIONAL)
+        required = (each.name for each in named if each.default is each.empty)
         if missing := [name for name in required if name not in options]:
             names = f"{', '.join(missing)}. It accepts: {', '.join(accepted)}"
             raise ConfigError(f"Reward {key!r} needs the option {names}.")

@@ -42,6 +42,11 @@ def samples(*replies):
     ]
 
 
+class Words(Exact):
+    def __init__(self, *words, name="words"):
+        super().__init__(name)
+
+
 class Unnamed(Exact):
     def __init__(self):
         pass
@@ -50,6 +55,7 @@ class Unnamed(Exact):
 def test_a_name_a_mapping_a_class_or_an_object_is_the_reward():
     reward = Exact()
     assert as_reward_function(reward) is reward and as_reward_function(Exact).name == "exact"
+    assert as_reward_function(Words).name == "words"
     length = as_reward_function({"name": "length", "max_length": 7, "unit": "chars"})
     assert isinstance(length, LengthReward) and length.max_length == 7 and length.name == "length"
     assert as_reward_function({"name": "format", "label": "layout"}).name == "layout"
