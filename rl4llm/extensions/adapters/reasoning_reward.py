@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
+from rl4llm.core.errors import DataError
 from rl4llm.core.registry import from_extension
 from rl4llm.core.schema import checked
 from rl4llm.rewards.extract import final_answer
@@ -86,8 +87,11 @@ class ReasoningReward(BaseBatchReward):
         return scores
 
     def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
-        """Raise SandboxError if the task evaluates answers and no sandbox can be used."""
-        if columns[COLUMN].get("evaluates"):
+        """Raise DataError for a row without a problem, SandboxError if no sandbox can be used to evaluate answers."""
+        problem = columns.get(COLUMN)
+        if not isinstance(problem, Mapping) or not problem.keys() >= {*OF_PROBLEM}:
+            raise DataError(f"the column {COLUMN!r} must be an object with {', '.join(OF_PROBLEM)}.")
+        if problem.get("evaluates"):
             self.sandbox.probe()
 
     def close(self) -> None:

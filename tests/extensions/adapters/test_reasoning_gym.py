@@ -198,6 +198,12 @@ def test_prompt_without_a_library_problem_is_not_scored(rows, reward):
     assert isinstance(reward.score_batch([sample])[0], RewardFailure)
 
 
+@pytest.mark.parametrize("columns", [{}, {"reasoning": "First, "}, {"reasoning": {"task": "countdown"}}])
+def test_rows_without_a_problem_can_be_skipped(reward, columns):
+    with pytest.raises(DataError):
+        reward.check_row("4", columns)
+
+
 def test_reasoning_environment_keeps_the_contract(rows, reward, tokenizer):
     prompts = rows["spiral_matrix"]
     env = ReasoningGymEnv(prompts, tokenizer, [reward], batch_size=1, group_size=1)
