@@ -291,6 +291,8 @@ SERVERS = _of(
     ("claim_before_the_first_version", "sync/wrappers.py",
      "        self._claims.take()\n        return await", "        return await",
      "test_claim.py::test_a_second_trainer_is_refused_before_it_publishes"),
+    ("restart_that_is_never_ready", "launch.py", "began = math.inf", "began = time.monotonic()",
+     "test_launch.py::test_a_restart_that_is_never_ready_counts_however_long"),
 )  # fmt: skip
 
 REMOTE = _of(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import math
 import os
 import signal
 import subprocess
@@ -219,7 +220,7 @@ def _keep(server: ServerProcess, restarts: int) -> None:
     """
     failures, served = 0, False
     while True:
-        began = time.monotonic()
+        began = math.inf  # a start that fails has not served, however long it took
         try:
             with server:
                 served, began = True, time.monotonic()

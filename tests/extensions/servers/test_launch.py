@@ -25,6 +25,7 @@ import pytest
 
 import rl4llm
 from rl4llm.core.errors import ConfigError, EngineError
+from rl4llm.extensions.servers import launch as module
 from rl4llm.extensions.servers.launch import ServerProcess
 from rl4llm.extensions.servers.server_command import SERVER_KINDS, SERVERS, server_command
 from rl4llm.runtime.ports import free_port
@@ -222,6 +223,24 @@ def test_server_that_dies_at_its_first_start_is_not_restarted(launch):
     launcher = launch("--restarts", "3", mode="dies")
     assert launcher.wait(PATIENCE_S) == 1
     assert launcher.stderr.read().count("died at") == 1
+
+
+def test_a_restart_that_is_never_ready_counts_however_long(stand_in, tmp_path, monkeypatch):
+    server, _ = stand_in_server(stand_in, tmp_path, "serves")
+    said = []
+
+    def say(text):
+        said.append(text)
+        assert len(said) < 5, "it never gives up"
+        if "is ready at" in text:
+            server._command[2] = "dies"
+            server_in([psutil.Process(server._supervisor.pid)]).kill()
+
+    for name, value in (("say", say), ("WELL_S", 0.0), ("FIRST_REST_S", 0.0)):
+        monkeypatch.setattr(module, name, value)
+    with pytest.raises(EngineError):
+        module._keep(server, 2)
+    assert len(said) == 3
 
 
 def test_a_launcher_that_waits_before_a_restart_can_be_stopped(launch):
