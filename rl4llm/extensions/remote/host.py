@@ -199,7 +199,8 @@ def check_hostable(
 ) -> None:
     """Raise ConfigError for an environment that does not leave all turns, also those of opponents, to the trainer."""
     base = RolesEnv if issubclass(env_class, RolesEnv) else BaseMDPEnv
-    parts = [part for part in TRAINERS_PART if getattr(env_class, part, 0) is not getattr(base, part, 0)]
+    own = {part: getattr(base, part) for part in TRAINERS_PART if hasattr(base, part)}
+    parts = [part for part, method in own.items() if getattr(env_class, part) is not method]
     parts += ["roles"] if len(env_class.roles) > 1 and base is BaseMDPEnv else []
     parts += ["opponents"] if opponents or env_class.opponents else []
     if parts:

@@ -60,6 +60,9 @@ class Hints(BaseMDPEnv):
     def end_episode(self, sample):
         ENDED.append((sample.prompt_id, sample.index))
 
+    def _next(self):
+        """Share its name with a method of RolesEnv."""
+
     def close(self):
         CLOSED.append(self)
         super().close()
