@@ -388,6 +388,8 @@ COMPOSE = _of(
      f"{EDITED}[imported]"),
     ("code_that_changed", "../trainers/base_trainer.py", "if was.get(name, now[name]) != now[name]", "if name not in was",
      "test_identity.py::test_a_resumed_run_names_the_code_that_changed"),
+    ("server_twice", "engines.py", "not urls or len(places) < len(urls)", "not urls",
+     "test_build.py::test_no_server_or_the_same_twice_is_refused"),
     ("unfinished_model", "../runs/run_dir.py", "shutil.rmtree(leftover) if leftover.is_dir() else", "leftover.is_dir() or",
      "runs/test_run_dir.py::test_the_remains_of_a_killed_first_start_are_removed"),
 )  # fmt: skip

@@ -117,6 +117,15 @@ def test_a_tokenizer_of_another_model_is_refused(model_dir, tokenizer, tmp_path)
     check_tokenizer(tokenizer, padded, given=True)  # embeddings without a token are fine
 
 
+@pytest.mark.parametrize(
+    "urls", [[], ["http://a:1", "http://b:1", "http://a:1/"], ["http://localhost:1", "http://127.0.0.1:1"]]
+)
+def test_no_server_or_the_same_twice_is_refused(urls):
+    config = load_config(overrides={"model.path": "m", "inference": {"name": "sglang", "url": urls}})
+    with pytest.raises(ConfigError, match=r"inference\.url"):
+        check_engine(config)
+
+
 def test_a_module_of_another_machine_is_refused_only_here():
     far = {"model.path": "m", "data.path": "arithmetic", "rewards": ["no_such_package.rewards:mine"]}
     check_config(load_config(overrides=far), here=False)

@@ -67,8 +67,11 @@ def server_urls(config: Config) -> list[str]:
     if not engine.is_server:
         return []
     urls = config.inference.get("url", engine.usual_url())
-    urls = [urls] if isinstance(urls, str) else urls
-    return list(urls)
+    urls = [urls] if isinstance(urls, str) else list(urls or ())
+    places = {str(url).rstrip("/").replace("//localhost:", "//127.0.0.1:") for url in urls}
+    if not urls or len(places) < len(urls):
+        raise ConfigError("inference.url names no server, or one twice. Name each server once.")
+    return urls
 
 
 def build_publisher(
