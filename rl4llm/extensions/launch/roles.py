@@ -173,6 +173,8 @@ def part(
     chosen = load_config(config, overrides)
     here = all(is_loopback(host) for host in environ.get(hosts_variable("trainer"), "?").split(","))
     by_name = {role.name: role for role in roles(chosen, ("rl4llm", "launch", config), here=here)}
+    if name not in by_name:
+        raise ConfigError(f"--as {name}: {config} has no such role. Its roles: {', '.join(by_name)}.")
     hosts = read_hosts(environ, list(by_name.values()))
     command = words(chosen, [config, *overrides], by_name[name], int(environ.get(NUMBER, 0)), hosts)
     return [*command, "--force"] if force and name == "trainer" else command

@@ -181,6 +181,12 @@ def test_one_machine_needs_no_key():
     of("inference.name=vllm", "launch.router=false", "launch.nodes=1", here=True)
 
 
+def test_a_role_that_the_run_lacks_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: {path: m}\ndata: {path: arithmetic}")
+    with pytest.raises(ConfigError, match="trainer"):
+        part(str(tmp_path / "run.yaml"), [], "router", {"RL4LLM_TRAINER_HOSTS": "127.0.0.1"})
+
+
 @pytest.mark.parametrize("environ", [{"RL4LLM_SERVER_HOSTS": "c,d"}, {"RL4LLM_ENV_HOSTS": ""}])
 def test_process_without_its_hosts_is_refused(environ, tmp_path):
     (tmp_path / "run.yaml").write_text("")
