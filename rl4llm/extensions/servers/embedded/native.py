@@ -50,7 +50,8 @@ def read_native(body: Any) -> NativeRequest:
     for fields, names, neutral in ((body, FIELDS, ADDED), (options, SAMPLED, NEUTRAL)):
         for name, value in fields.items():
             if name not in names and (name not in neutral or value != neutral[name]):
-                raise RequestError(unknown(f"the field with {value!r:.100}", name, names), param=name)
+                only = f"{name}={value!r:.100} is not accepted. Accepted: {neutral.get(name)!r}."
+                raise RequestError(only if name in neutral else unknown("field", name, names), param=name)
     params = sampling_params({option: options[name] for name, option in SAMPLED.items() if name in options})
     rid = body.get("rid")
     return NativeRequest(
