@@ -12,6 +12,7 @@ from rl4llm.config import Config
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.extensions.inspect.check import laws, machine, parts
 from rl4llm.extensions.inspect.check.bench import Bench, NotNeeded
+from rl4llm.runtime.raised import raised
 
 IN_VAIN = "not run: "  # prefix of the text of a check whose needs did not pass
 Status = Literal["passed", "failed", "skipped"]
@@ -88,4 +89,6 @@ def _result(item: Check, bench: Bench, before: dict[str, Result]) -> Result:
         status, text = "skipped", str(reason)
     except (RL4LLMError, OSError) as error:
         status, text = "failed", str(error)
+    except Exception as error:  # noqa: BLE001 - a part that breaks is what a check is for
+        status, text = "failed", raised(f"the check {item.name!r}", error)
     return Result(item.name, status, text, time.monotonic() - started)

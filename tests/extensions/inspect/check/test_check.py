@@ -105,8 +105,12 @@ def test_check_of_missing_data_fails_and_skips_what_needs_it(small):
     assert {results[name] for name in results.keys() - passed - {"data"}} == {"skipped"}
 
 
-def test_a_reward_whose_example_lies_fails(small):
-    assert status(small({"rewards": ["broken_parts:Lies"]}), "data", "tokenizer", "rewards") == "failed"
+JUDGE = {"name": "llm_judge", "url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": "NOT_SET_ANYWHERE"}
+
+
+@pytest.mark.parametrize("reward", ["broken_parts:Lies", JUDGE])
+def test_a_reward_that_lies_or_cannot_be_made_fails(reward, small):
+    assert status(small({"rewards": [reward]}), "data", "tokenizer", "rewards") == "failed"
 
 
 def test_a_template_that_rewrites_history_fails(small, tokenizer, tmp_path, model_dir):
