@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -89,7 +90,17 @@ def _file(path: Path, split: str) -> Iterator[Located]:
     reader = _reader(path)
     if reader is None:
         raise DataError(f"{path}: this file type is not supported. Accepted: {', '.join(_READERS)}.")
-    return reader(path, split)
+    return _readable(path, reader(path, split))
+
+
+def _readable(path: Path, rows: Iterator[Located]) -> Iterator[Located]:
+    """Yield the rows of a file; raise DataError, with the place of the last row before it, for what cannot be read."""
+    where = str(path)
+    try:
+        for where, row in rows:
+            yield where, row
+    except (csv.Error, EOFError, OSError, ValueError, zlib.error) as error:
+        raise DataError(f"{where}: what follows cannot be read: {error}. Repair the file.") from error
 
 
 def _directory(path: Path, split: str) -> Iterator[Located]:
@@ -165,6 +176,8 @@ def _json(path: Path, split: str) -> Iterator[Located]:
     rows = read_json(text, str(path))
     if isinstance(rows, Mapping):
         rows = _split_of(rows, split, str(path))
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: the content must be a list of rows, not {rows!r:.60}.")
     return _numbered(rows, str(path))
 
 

@@ -9,7 +9,6 @@ import time
 import tracemalloc
 
 import datasets
-import pyarrow
 import pytest
 
 from rl4llm.core.errors import ConfigError, DataError
@@ -261,6 +260,7 @@ BROKEN_FILES = {  # name, lines, and the number of the line that the message nam
     "a name twice inside": ("a.json", ['[{"question": "x", "answer": "y", "a": {"b": 1, "b": 2}}]'], None),
     "a column twice": ("a.csv", ["question,answer,answer", "x,y,z"], 1),
     "lines of a list": ("a.json", ["[", GOOD + ",", "oops]"], None),
+    "a number": ("a.json", ["5"], None),
     "other splits": ("a.json", ['{"data": []}'], None),
     "few fields": ("a.csv", ["question,answer", "x,#### y", "x"], 3),
     "many fields": ("a.csv", ["question,answer", "x,y,z"], 2),
@@ -270,20 +270,20 @@ BROKEN_FILES = {  # name, lines, and the number of the line that the message nam
 }  # fmt: skip
 
 
+PACKED = gzip.compress(GOOD.encode())
 TORN = {
-    "a.csv": (csv.Error, ["question,answer", "x,y", '"x,y', "x,y"]),
-    "a.parquet": (pyarrow.ArrowInvalid, ["x"]),
-    "a.jsonl.gz": (EOFError, [gzip.compress(GOOD.encode())[:-12]]),
-    "b.jsonl.gz": (gzip.BadGzipFile, [GOOD]),
-    "a.json": (TypeError, ["5"]),
+    "a.csv": ["question,answer", "x,y", '"x,y', "x,y"],
+    "a.parquet": ["x"],
+    "a.jsonl.gz": [PACKED[:-12]],
+    "b.jsonl.gz": [GOOD],
+    "c.jsonl.gz": [PACKED[:20] + bytes(9) + PACKED[29:]],
 }
 
 
 @pytest.mark.parametrize("name", TORN)
 def test_a_torn_file_is_not_read_in_part(name, tmp_path):
-    error, lines = TORN[name]
-    with pytest.raises(error):
-        load_rows(write(tmp_path / name, *lines), **COLUMNS)
+    with pytest.raises(DataError, match=re.escape(str(tmp_path / name))):
+        load_rows(write(tmp_path / name, *TORN[name]), **COLUMNS)
 
 
 @pytest.mark.parametrize("fault", BROKEN_FILES)
