@@ -92,6 +92,10 @@ def _load(setup: Setup, source: Any, split: str, limit: int | None) -> Any:
             if prompts
             else GENERATED[source](split, limit)
         )
+        columns = load("rl4llm.data.answers:ANSWER_COLUMNS").get(setup.needs.learns_from, ())
+        if lacking := [name for row in rows[:1] for name in columns if name not in row]:
+            what = f"{source or config.env['name']} generates prompts for episodes, without {lacking[0]!r}"
+            raise ConfigError(f"{what}. Set data.path to a dataset with this column.")
     elif source is None:
         raise ConfigError("data.path is not set. Set it in the YAML file, or with data.path=...")
     else:

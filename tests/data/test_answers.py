@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl4llm.core.errors import DataError
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.data.demonstrations import demonstration_group, label_group, pair_group, valued_at_the_end
 from rl4llm.data.load import load_rows
 from rl4llm.data.render import Renderer
@@ -89,7 +89,7 @@ def test_labelled_answers_are_read_as_texts_or_messages():
 def test_a_generated_task_for_episodes_holds_no_pairs(model_dir, tmp_path):
     from rl4llm import DPOTrainer
 
-    with pytest.raises(KeyError):
+    with pytest.raises(ConfigError, match="'chosen'"):
         DPOTrainer(str(model_dir), "arithmetic", output={"dir": str(tmp_path / "run")})
 
 
