@@ -9,10 +9,11 @@ import asyncio
 from typing import Any
 
 from rl4llm.core.base_env import BaseMDPEnv, SampleState
-from rl4llm.core.errors import SandboxError
+from rl4llm.core.errors import DataError, SandboxError
 from rl4llm.core.message import shortened
 from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
+from rl4llm.data.lengths import place
 from rl4llm.extensions.sandbox import Limits, Program, Sandbox, Stdin
 from rl4llm.extensions.sandbox.code_tests import CodeRun, run_reply, stored_tests, visible_tests
 from rl4llm.extensions.sandbox.layouts import Tests
@@ -66,8 +67,11 @@ class CodeEnv(BaseMDPEnv):
         self.sandbox = sandbox or Sandbox()
         self.limits = Limits(wall_s=wall_s, total_s=total_s, memory_bytes=memory_bytes)
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        for row in self.dataset:
-            visible_tests(row, "")  # raises DataError before a run starts
+        for number, row in enumerate(self.dataset):
+            try:
+                visible_tests(row, "")
+            except DataError as error:
+                raise DataError(f"{place(self.dataset, number)}: {error}") from error
         trial = self.sandbox.run(Program("print(6 * 7)"), self.limits)
         if trial.stdout != "42\n":  # for example with too little memory for Python
             raise SandboxError(f"env.name=code cannot run programs: {trial.reason}")

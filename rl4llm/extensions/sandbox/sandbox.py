@@ -163,6 +163,8 @@ class Sandbox:
             if probe.holds:
                 return probe
             problems.append(f"{name}: {probe.problem}")
+        if self._elsewhere:
+            raise SandboxError(f"sandbox.level={self.level!r} cannot run programs. {problems[0]}")
         raise SandboxError(
             "No sandbox for programs that a model wrote works on this machine. Install bubblewrap 0.8 or newer "
             "(apt-get install bubblewrap), and allow user namespaces if they are disabled (sysctl "

@@ -245,7 +245,7 @@ def test_invalid_rows_and_options_are_refused_at_the_start(tokenizer):
         ]  # fmt: skip
         return CodeEnv(rows, tokenizer, [CodeReward(sandbox=sandbox)], 1, 1, sandbox=sandbox, **options)
 
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="'p7'"):
         make({"public_tests": {"inputs": ["1"]}})
     for option in ({"max_reply_chars": 0}, {"wall_s": 0}, {"max_steps": 0}):
         with pytest.raises(ConfigError):

@@ -155,6 +155,8 @@ def test_invalid_remote_answer_is_an_infrastructure_fault(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "containers_of_tests", sys.modules[__name__])
     sandbox = Sandbox(f"containers_of_tests:{name}", slots=1)
     assert sandbox.run(Program("print(1)")).status == "infra_error"
+    with pytest.raises(SandboxError, match=rf"^sandbox\.level='containers_of_tests:{name}'"):
+        sandbox.probe()
 
 
 def test_a_name_that_leads_nowhere_is_refused_at_once():
