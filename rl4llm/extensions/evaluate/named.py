@@ -79,7 +79,11 @@ def plan(names: Sequence[str], overrides: Sequence[str], data: Sequence[str]) ->
         benchmark = BENCHMARKS[name]
         fixed = [f"{key}={json.dumps(value)}" for key, value in benchmark.keys().items()]
         config = load_config(None, [*fixed, *overrides])
-        rows = benchmark.rows(partial(_read, name, places.get(name, benchmark.source)))
+        source = places.get(name, benchmark.source)
+        try:
+            rows = benchmark.rows(partial(_read, name, source))
+        except KeyError as error:
+            raise DataError(f"{name}: a row of {source} has no column {error}.") from error
         plans.append(Plan(name, benchmark, config, rows[: config.eval.limit]))
     for item in plans:
         _check_graders(item.config)

@@ -64,6 +64,8 @@ def test_gsm8k_without_examples_is_refused(gsm8k):
     write(gsm8k / "train.jsonl", SUMS[:4])
     with pytest.raises(DataError):
         rows_of("gsm8k", gsm8k)
+    with pytest.raises(DataError, match=r"math500: .* no column 'problem'"):
+        rows_of("math500", gsm8k)
 
 
 def test_the_hash_tells_other_problems_apart(math500):
