@@ -375,6 +375,8 @@ def test_a_reward_model_renders_as_in_its_training(model_dir, tmp_path):
 def test_a_reward_model_needs_a_score(model_dir):
     with pytest.raises(ModelError):
         LearnedReward(str(model_dir))
+    with pytest.raises(ModelError, match=r"rewards\.judge\.path='/nowhere'"):
+        LearnedReward("/nowhere", "judge")
 
 
 def test_a_world_model_predicts_the_environment_better(model_dir, tmp_path):

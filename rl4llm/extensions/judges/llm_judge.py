@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rl4llm.core.base_env import RewardExample, SampleState
 from rl4llm.core.base_reward import BaseBatchReward
-from rl4llm.core.errors import RefusedError, UnreachableError
+from rl4llm.core.errors import ConfigError, RefusedError, UnreachableError
 from rl4llm.core.schema import Count, checked
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.judges.chat_server import FILTERED, ChatServer
@@ -107,6 +107,8 @@ class LLMJudge(BaseBatchReward):
         cache: str | None = None,
     ):
         super().__init__(name)
+        if lowest >= highest:
+            raise ConfigError(f"rewards.{name}: {lowest=} is not accepted: a number below {highest=}.")
         self.server = ChatServer(
             f"rewards.{name}",
             url=url,

@@ -53,11 +53,13 @@ class LearnedReward(BaseBatchReward):
         special_tokens: str = "escape",
     ):
         super().__init__(name)
-        model = load_model(path, dtype=dtype, device=device, values=True)
+        try:
+            model, tokenizer = load_model(path, dtype, device, values=True), load_tokenizer(path)
+        except ModelError as error:
+            raise ModelError(str(error).replace("model.path=", f"rewards.{name}.path=")) from error
         if stored_score(path) is None:
             accepted = "a ...ForSequenceClassification with one label"
             raise ModelError(f"{path!r} is not a reward model. Accepted: {accepted}.")
-        tokenizer = load_tokenizer(path)
         self._backend = TorchBackend(model, value_head=load_value_head(path, model), lr=0.0)
         self._renderer = Renderer(
             tokenizer, roles=(), template_args=template_args, special_tokens=special_tokens

@@ -179,7 +179,7 @@ def test_a_configuration_names_it_and_wrong_options_are_refused(monkeypatch):
     monkeypatch.delenv("NOT_SET", raising=False)
     where = {"name": "llm_judge", "url": "http://127.0.0.1:1/v1", "model": "judge"}
     assert isinstance(as_reward_function(where), LLMJudge)
-    for option in ({"attempts": 0}, {"api_key_env": "NOT_SET"}, {"rubrik": "x"}):
+    for option in ({"attempts": 0}, {"api_key_env": "NOT_SET"}, {"rubrik": "x"}, {"lowest": 10}):
         with pytest.raises((ConfigError, KeyError)):
             as_reward_function(where | option)
 
