@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
-from rl4llm.core.errors import ConfigError, EnvError
+from rl4llm.core.errors import ConfigError, EnvError, unknown
 from rl4llm.core.registry import needed
 from rl4llm.envs.tools.tool import Tool, ToolError, ToolSet
 from rl4llm.extensions.toolbox.mcp_answers import text_of
@@ -72,6 +72,8 @@ class MCP(ToolSet):
             offered = self._connected().offered
         except EnvError as error:
             raise ConfigError(f"env.tools: {error}") from error
+        if absent := [name for name in only if name not in offered]:
+            raise ConfigError(unknown("env.tools: mcp: only", absent[0], offered))
         self.tools = {name: self._tool(name, offered[name]) for name in only or offered}
         if per_episode:
             self.close()  # no episode talks to this one

@@ -25,7 +25,7 @@ def _part(part: Any) -> str:
     if part.type == "resource_link":
         about = f"link to {part.uri}{_in_brackets(part.title or part.name, part.mime_type, _size(part.size))}"
         return f"{about}: {part.description}" if part.description else about
-    size = _size(len(base64.b64decode(part.data)))
+    size = _size(len(_decoded(part.data)))
     return f"{part.type}{_in_brackets(part.mime_type, size)} that cannot be shown as text"
 
 
@@ -33,11 +33,18 @@ def _resource(resource: Any) -> str:
     """Return the address of a resource and its text, also if the server sent text as bytes; else describe it."""
     if hasattr(resource, "text"):
         return f"{resource.uri}:\n{resource.text}"
-    data, kind = base64.b64decode(resource.blob), (resource.mime_type or "").partition(";")[0].strip().lower()
+    data, kind = _decoded(resource.blob), (resource.mime_type or "").partition(";")[0].strip().lower()
     if kind.startswith("text/") or kind.endswith(TEXTUAL):
         return f"{resource.uri}:\n{data.decode(errors='replace')}"
     facts = _in_brackets(resource.mime_type, _size(len(data)))
     return f"{resource.uri}{facts}, which cannot be shown as text"
+
+
+def _decoded(data: str) -> bytes:
+    try:
+        return base64.b64decode(data)
+    except ValueError:  # the server encoded it wrongly
+        return data.encode()
 
 
 def _size(count: int | None) -> str | None:

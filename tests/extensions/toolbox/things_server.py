@@ -29,6 +29,7 @@ PARTS = {
     "short link": [types.ResourceLink(type="resource_link", name="report", uri="file:///r.pdf")],
     "image": [types.ImageContent(type="image", data=base64.b64encode(bytes(70)).decode(), mime_type="image/png")],
     "sound": [types.AudioContent(type="audio", data=base64.b64encode(bytes(5)).decode(), mime_type="audio/wav")],
+    "torn image": [types.ImageContent(type="image", data="abcde", mime_type="image/png")],
     "nothing": [types.TextContent(type="text", text="")],
 }  # fmt: skip
 parties = {}
