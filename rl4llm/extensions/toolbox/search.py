@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl4llm.core.errors import DataError
 from rl4llm.core.message import shortened
 from rl4llm.core.registry import needed
 from rl4llm.data.read import read_rows
@@ -29,6 +30,8 @@ class Search(ToolSet):
         self._results = results
         bm25s = needed("bm25s", "env.tools: search", "search")
         documents = list(_read(corpus))
+        if not documents:
+            raise DataError(f"env.tools: search: corpus={corpus!r} has no documents.")
         self._documents = [f"{title}\n{shortened(text, max_chars)}".strip() for title, text in documents]
         self._words = lambda texts: bm25s.tokenize(texts, stopwords="en", show_progress=False)
         self._index = bm25s.BM25()
@@ -54,5 +57,7 @@ def _read(corpus: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]
     files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_FILES) if is_directory else []
     for file in files:
         yield file.relative_to(path).as_posix(), file.read_text(errors="replace")
-    for _, row in () if files else read_rows(corpus, "train"):
+    for where, row in () if files else read_rows(corpus, "train"):
+        if not isinstance(row.get("text"), str):
+            raise DataError(f"env.tools: search: {where} of the corpus has no text in the column 'text'.")
         yield str(row.get("title") or ""), row["text"]

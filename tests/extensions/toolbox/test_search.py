@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl4llm.core.errors import DataError
 from rl4llm.extensions.toolbox.search import Search
 
 DOCUMENTS = [
@@ -22,5 +23,6 @@ def test_search_finds_documents_with_words_of_the_query(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "ada.md").write_text("Ada wrote a program.")
     assert Search(str(tmp_path)).search("program") == "sub/ada.md\nAda wrote a program."
-    with pytest.raises(KeyError):
-        Search([DOCUMENTS[0], {"title": "no text"}])
+    for corpus in ([DOCUMENTS[0], {"title": "no text"}], []):
+        with pytest.raises(DataError):
+            Search(corpus)
