@@ -113,6 +113,9 @@ class ChatMessage:
             raise DataError(f"ChatMessage.role={self.role!r} is not accepted. Accepted: {', '.join(ROLES)}.")
         if not isinstance(self.content, str):
             raise DataError(f"ChatMessage.content must be a string, not {type(self.content).__name__}.")
+        for part in self.parts:
+            if not isinstance(part, str | Picture):
+                raise DataError(f"A part is {part!r:.60}. Accepted: texts, and results of read_picture.")
         if _joined(self.parts) != self.content and self.parts:
             raise DataError(
                 "ChatMessage.content must be the texts of its parts. Use ChatMessage.showing(...)."

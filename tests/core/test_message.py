@@ -1,6 +1,7 @@
 """Every key of a stored message is read, is metadata, or is refused by its name."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -122,6 +123,12 @@ REFUSED = {
     "an image": said(content=[{"type": "image", "text": None}]),
     "a sound": said(content=[{"type": "input_audio", "input_audio": {}}]),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("part", [b"image", {"type": "image"}, Path("a.png")], ids=repr)
+def test_a_part_that_is_not_text_or_picture_is_refused(part):
+    with pytest.raises(DataError):
+        ChatMessage.showing("user", "What is ", part)
 
 
 @pytest.mark.parametrize("fault", REFUSED)
