@@ -25,7 +25,11 @@ QUANTIZED = ("quantization_config", "compression_config")
 
 def model_directory(path: str | Path) -> str | Path:
     """Return where the model is: `model/` for the directory of a run, otherwise the path itself."""
-    return Path(path) / "model" if (Path(path) / "run.json").is_file() else path
+    if not (Path(path) / "run.json").is_file():
+        return path
+    if not (Path(path) / "model").is_dir():  # its path would be read as a name on the hub
+        raise ModelError(f"model.path={str(path)!r} is a run that has not finished. Resume it first.")
+    return Path(path) / "model"
 
 
 def check_kind(path: str, config: PretrainedConfig, text_config: PretrainedConfig) -> None:
@@ -43,9 +47,9 @@ def check_kind(path: str, config: PretrainedConfig, text_config: PretrainedConfi
         )
 
 
-def refuse_adapted(model: Any) -> None:
-    """Raise ModelError for a PeftModel, or a model that PEFT put an adapter into, as transformers does by itself."""
-    if getattr(model, "peft_config", None):
+def refuse_adapted(model: Any, path: str = "") -> None:
+    """Raise ModelError for a PeftModel, a model with an adapter, and a `path` with one, which needs PEFT to be read."""
+    if getattr(model, "peft_config", None) or (path and Path(path, "adapter_config.json").is_file()):
         raise ModelError(
             "The model has a PEFT adapter, which is not read. Merge it with `model.merge_and_unload()`, or pass the base "
             "model and model.lora.rank to train a new one."

@@ -80,11 +80,11 @@ def load_model(
     When the ranks `shared_by` will shard the weights, only the first rank reads them. On all ranks the model stays in CPU
     memory; on the others the memory of its matrices is untouched, so it takes no space."""
     dtype = _dtype(dtype)
+    refuse_adapted(path_or_model)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(path_or_model, PreTrainedModel):
         model = path_or_model.to(dtype)
-        refuse_adapted(model)
         check_finite(model, model.name_or_path or type(model).__name__)
     elif shared_by is None:
         model = _from_files(path_or_model, dtype, values)
@@ -289,7 +289,7 @@ def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTraine
             use_safetensors=True,  # a pickle can run code
             **hub_options(path),
         )
-    refuse_adapted(model)
+    refuse_adapted(model, path)
     # transformers fills tensors that a checkpoint lacks with random numbers; training on those is a bug without a sign.
     # It drops tensors that the config has no place for; those of another head, such as `score`, change no log-prob.
     unexpected, children = report["unexpected_keys"], dict(model.named_children())

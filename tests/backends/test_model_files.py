@@ -77,6 +77,14 @@ def test_files_that_cannot_train_are_refused(directory, harm):
     assert "\n" not in str(error.value)
 
 
+def test_an_adapter_is_seen_without_peft(directory, monkeypatch):
+    adapter_beside(directory)
+    for module in ("models.auto.auto_factory", "integrations.peft"):
+        monkeypatch.setattr(f"transformers.{module}.is_peft_available", lambda: False)
+    with pytest.raises(ModelError):
+        load_model(directory)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
 def test_a_number_that_is_not_finite_is_found_in_its_tensor(directory, model, name, value):
@@ -107,7 +115,7 @@ def test_code_of_a_directory_never_runs_and_nobody_is_asked(directory, monkeypat
 
 def test_an_object_with_an_adapter_is_refused(model):
     options = LoraConfig(r=2, target_modules=["q_proj"])
-    with pytest.raises(TypeError):
+    with pytest.raises(ModelError):
         load_model(get_peft_model(copy.deepcopy(model), options))
     model.add_adapter(options)
     with pytest.raises(ModelError):
