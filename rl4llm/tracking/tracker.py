@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,13 +92,13 @@ class JsonlTracker(Tracker):
         damaged: list[bytes] = []
         step = -1
         for line in self.path.read_bytes().splitlines(keepends=True):
-            row = _parse(line) if line.endswith(b"\n") else None
-            if row is not None and isinstance(row.get("step"), int):
-                step = row["step"]
-                if step > resume_step:
-                    break
+            named = re.search(rb'"step": (-?\d+)[,}]', line)
+            step = int(named[1]) if named else step
+            if step > resume_step:
+                break
+            if named and line.endswith(b"\n") and _parse(line):
                 rows.append(line)
-            elif step < resume_step:
+            elif named or line.endswith(b"\n") or step < resume_step:
                 damaged.append(line)
         return rows, damaged
 

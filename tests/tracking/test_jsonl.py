@@ -77,6 +77,23 @@ def test_torn_line_of_a_step_that_comes_again_is_no_damage(tmp_path):
         assert steps(tmp_path / "m.jsonl") == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("tail", "damaged", "kept"),
+    [
+        (b'\xff damaged\n{"step": 5, "eval/reward": 1.0}\n', b"\xff damaged\n", [5, 5, 6]),
+        (b'{"step": 5, "eval/rew', b'{"step": 5, "eval/rew\n', [5, 6]),
+    ],
+    ids=["between", "torn"],
+)
+def test_damage_at_the_resume_step_keeps_the_rows(tmp_path, tail, damaged, kept):
+    path, warnings = tmp_path / "m.jsonl", []
+    path.write_bytes(b'{"step": 5, "loss": 1.0}\n' + tail)
+    tracker = JsonlTracker(path, 5, warnings.append)
+    tracker.log(6, {})
+    assert (steps(path), len(warnings)) == (kept, 1)
+    assert (tmp_path / "m.jsonl.damaged").read_bytes() == damaged
+
+
 def test_several_rows_of_one_step_stay_together_over_a_resume(tmp_path):
     path = tmp_path / "m.jsonl"
     write(path, [1, 2, 2, 3])
