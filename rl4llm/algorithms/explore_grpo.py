@@ -7,6 +7,7 @@ from typing import Literal
 
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.core.base_algorithm import Needs
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import Positive, Share
 
 
@@ -35,3 +36,8 @@ class ExploreGRPO(GRPO):
             for i in range(max(map(len, ladders.values())))
         )
         return replace(GRPO.needs(self), sampling=rungs)
+
+    def check(self, group_size: int) -> None:
+        GRPO.check(self, group_size)
+        if self.correction is None and self.temperatures:
+            raise ConfigError("algorithm.correction=null is not accepted with temperatures. Use 'tis'.")

@@ -246,6 +246,7 @@ def test_an_advantage_reads_the_entropy_before_the_updates(model_dir, tmp_path, 
         {"name": "distill", "teacher_path": "t", "kl_coef": 0.1},
         {"name": "rloo", "scale_rewards": "group"},
         {"name": "explore_grpo", "temperatures": [0.0]},
+        {"name": "explore_grpo", "correction": None},
     ],
     ids=lambda algorithm: "-".join(map(str, algorithm.values())),
 )
