@@ -353,6 +353,13 @@ def test_servers_stop_at_all_end_tokens_of_the_model(model, tokenizer, name):
     assert client._ends == (tokenizer.eos_token_id, 9, 10)
 
 
+def test_a_server_whose_name_is_unknown_is_refused(model, tokenizer, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    config = replace(Config(), inference={"name": "sglang", "url": "http://no-such-server.invalid:30000"})
+    with pytest.raises(ConfigError, match="Check the host name"):
+        build_fleet(config, ENGINES["sglang"], model, tokenizer)
+
+
 def test_a_fleet_without_servers_warns_until_the_run_stops(play):
     async def story(scene):
         for server in scene.servers:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl4llm.compose.engines import server_urls
 from rl4llm.compose.models import vision_of
@@ -41,9 +44,21 @@ def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> Flee
     def make(url: str) -> Any:
         fixed = {"vocab_size": vocab_size, "ends": end_tokens(model)}
         client = with_options("inference", engine, options, url, tokenizer, **fixed)
+        _check_name(url)
         client.vision, client.autocast = vision, autocast_of(config)
         return client
 
     fleet = CohostedFleet if cohost else FleetClient
     members = [make(url) for url in server_urls(config)]
     return fleet(members, router=make(router) if router else None, limits=limits)
+
+
+def _check_name(url: str, tries: int = 5) -> None:
+    """Raise ConfigError for a host name that stays unknown for seconds, as that of a server which just started may."""
+    try:
+        socket.getaddrinfo(urlsplit(url).hostname, None)
+    except OSError as error:
+        if not tries:
+            raise ConfigError(f"inference.url={url!r}: {error}. Check the host name.") from error
+        time.sleep(1)
+        _check_name(url, tries - 1)
