@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl4llm.compose.environments import make_prompts
 from rl4llm.compose.setup import Setup
-from rl4llm.config import Config
+from rl4llm.config import Config, by_part
 from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, SpecialTokenError
@@ -56,12 +56,12 @@ def held_out_rows(setup: Setup) -> Any:
         return None
     if objects.eval_dataset is not None:
         source = objects.eval_dataset
-    elif objects.dataset is not None and config.eval.path is None:
+    elif objects.dataset is not None and not config.eval.path:
         return None
     else:
         source = config.eval.path or config.data.path
     stored = isinstance(source, str) and source not in GENERATED
-    if config.eval.path is None and source == config.data.path and stored and not has_splits(source):
+    if not config.eval.path and source == config.data.path and stored and not has_splits(source):
         raise ConfigError(
             f"data.path={source!r} has no splits, so the held-out set would be the training set. Set eval.path to other "
             "prompts, or eval.every=0 to turn evaluation off."
@@ -153,11 +153,11 @@ def _mixed_prompts(
 ) -> MixedPrompts:
     """Make the order over several datasets, or over pools of one, which `rows` then lists; a pool weighs as its size."""
     config, ranks = setup.config, setup.machine.ranks
-    streams, weights = {}, {}
+    streams, weights, typed = {}, {}, by_part(config)
     for name, dataset in datasets.items():
         part = config.parts.get(name, {})
         seed = derive_seed(config.seed, "pool" if rows else "part", name)
-        shuffle = part.get("data", {}).get("shuffle", config.data.shuffle)
+        shuffle = typed.get(name, config).data.shuffle
         streams[name] = PromptStream(len(dataset), 1, seed=seed, shuffle=shuffle)
         weights[name] = len(dataset) if rows else part.get("weight", 1.0)
     return load("rl4llm.data.mixture:MixedPrompts")(

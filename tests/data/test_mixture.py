@@ -2,9 +2,12 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
+from rl4llm.compose.data import prompts_of
+from rl4llm.config import load_config
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.data.mixture import MixedPrompts
 from rl4llm.data.prompts import PromptStream
@@ -26,6 +29,16 @@ def part_of(row, sizes=SIZES):
             return name
         row -= size
     raise AssertionError(row)
+
+
+def test_a_variable_may_say_whether_a_part_is_shuffled(monkeypatch):
+    monkeypatch.setenv("SHUFFLE", "false")
+    parts = {"a": {"data": {"shuffle": "${oc.env:SHUFFLE}"}}, "b": {}}
+    config = load_config(overrides={"model.path": "m", "parts": parts, "rollout.prompts": 16})
+    setup = SimpleNamespace(config=config, machine=SimpleNamespace(ranks=SimpleNamespace(rank=0, size=1)))
+    rows = prompts_of(setup, {"a": range(8), "b": range(8)}).next_batch()
+    assert [row for row in rows if row < 8] == list(range(8))
+    assert [row for row in rows if row >= 8] != list(range(8, 16))
 
 
 def test_each_part_always_has_its_share_to_within_one():

@@ -175,7 +175,7 @@ def _only_held_out(config: Config) -> Config:
 def _compare_rows(config: Config, held_out: Rollout | MixedRollout | None) -> None:
     """Print how many of the held-out prompts are also in training data on this machine, as a run does at its start."""
     data = config.data
-    if isinstance(held_out, Rollout) and config.eval.path is not None and os.path.exists(data.path or ""):
+    if isinstance(held_out, Rollout) and config.eval.path and os.path.exists(data.path or ""):
         try:
             rows = stored_rows(config, data.path, data.split, data.limit, "episodes")
             for line in overlap_warnings(rows, held_out.env.dataset, "eval"):
@@ -193,7 +193,7 @@ def _learns_from(config: Config) -> str:
             "Its held-out numbers are in eval.jsonl of its run."
         )
     rows = config.eval.path or config.data.path
-    if needs.learns_from != "episodes" and config.eval.path is None and rows not in (None, *GENERATED):
+    if needs.learns_from != "episodes" and not config.eval.path and rows not in (None, *GENERATED):
         raise ConfigError(
             f"data.path={rows!r} is for training by {needs.learns_from}. Next: eval.path=PROMPTS_WITH_GROUND_TRUTH and "
             "rewards=[...], with data.prompt_column and data.answer_column of that file."
