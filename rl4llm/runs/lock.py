@@ -71,10 +71,7 @@ class DirectoryLock:
         while not self._taken():
             owner = _owner(self.path)
             if time.monotonic() - began > (0.1 if owner else PATIENCE_S):
-                owner = owner or "another process"
-                raise RunDirError(
-                    f"{self.path.parent} is in use by {owner}. Stop it, or choose another output.dir."
-                )
+                raise RunDirError(f"{self.path.parent} is in use by {owner or 'another process'}.")
             time.sleep(0.02)
         signature = {
             "pid": os.getpid(),

@@ -135,7 +135,10 @@ class RunDir:
         with self._usable():
             self.path.mkdir(parents=True, exist_ok=True)
             self._refuse_foreign()
-            self._lock = DirectoryLock(self.path)
+            try:
+                self._lock = DirectoryLock(self.path)
+            except RunDirError as error:
+                raise RunDirError(f"{error} Stop it, or choose another output.dir.") from error
         for leftover in self.path.glob("*.tmp-*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if not self._lock.supported:

@@ -77,8 +77,9 @@ def test_a_second_trainer_is_refused_before_it_publishes(tmp_path, same, begins)
 
     async def work():
         await begin(first)
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError) as refused:
             await begin(second)
+        assert "output.dir" not in str(refused.value)
         assert second._publisher.calls == []
         await begin(claiming(tmp_path, "http://127.0.0.1:30002"))
         await first.close()

@@ -206,9 +206,8 @@ class WeightStore:
                 self.root.mkdir(parents=True, exist_ok=True)
                 self._lock = DirectoryLock(self.root)
             except (RunDirError, OSError) as error:
-                reason, _, _ = str(error).partition(" Next: ")
                 raise WeightsError(
-                    f"Weights cannot be written to {self.root}: {reason} Set another sync.dir."
+                    f"Weights cannot be written to {self.root}: {error} Set another sync.dir."
                 ) from error
 
     def _commit(self, directory: Path, version: int) -> Path:

@@ -38,9 +38,8 @@ class Claims:
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._locks.append(DirectoryLock(directory))
             except RunDirError as error:
-                reason, _, _ = str(error).partition(" Next: ")
                 raise EngineError(
-                    f"Another run uses the server at {url}: {reason} Wait for that run, or set another inference.url."
+                    f"Another run uses the server at {url}: {error} Wait for that run, or set another inference.url."
                 ) from error
 
     def release(self) -> None:
