@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl4llm.__main__ import program
+from rl4llm.cli import COMMANDS, main
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import Registry, imported, load
@@ -82,6 +83,16 @@ def test_an_installed_name_may_also_have_a_decorator(installed):
     assert installed.register("mine")(mine) is mine is installed["mine"]
     with pytest.raises(ConfigError):
         installed.register("mine")(type("Mine", (), {}))
+
+
+def test_a_broken_package_is_named_and_ends_no_other_command(monkeypatch, capsys):
+    list(COMMANDS)  # installed ones are there
+    monkeypatch.setitem(COMMANDS._items, "lost", "not_here:Lost")
+    with pytest.raises(ConfigError, match="'lost' is not_here:Lost, which cannot be imported"):
+        COMMANDS["lost"]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--help"])
+    assert ended.value.code == 0 and "usage" in capsys.readouterr().out
 
 
 def test_what_a_table_names_is_imported_without_collection(tmp_path, monkeypatch):
