@@ -104,6 +104,7 @@ rollout.max_staleness=-1                           | rollout.max_staleness=-1 is
 rollout.temperature=-1                             | rollout.temperature=-1.0 is not accepted: a finite number, 0 or above
 rollout.max_tokens=0                               | rollout.max_tokens=0 is not accepted: a whole number, 1 or above
 rollout.top_p=2                                    | rollout.top_p=2.0 is not accepted: a finite number, above 0, at most 1
+training.betas=[0.9]                               | training.betas=(0.9,) is not accepted: two numbers
 training.updates_per_rollout=3                     | Use at most one per prompt (2)
 training.constant_length=0                         | constant_length=0 is not accepted
 rollout.max_failed_share=-3                        | max_failed_share=-3
@@ -122,6 +123,8 @@ model.path=bare                                    | 'bare' cannot be loaded
 model.path=foreign | does not match the model 'foreign': its token ids go up to ... Use the tokenizer that was saved with
 model.path=null                                    | model.path=None is not accepted: a string. Set a value
 model.dtype=fp16                                   | model.dtype='fp16' is not accepted: float32 or bfloat16
+model.lora=16                                      | model.lora=16 is not accepted: a mapping
+model.path=unfinished                              | model.path='unfinished' is a run that has not finished
 model.lora.rank=-4                                 | model.lora.rank=-4 is not accepted: a whole number, 0 or above
 model.lora.targets=[qkv]                           | have no effect without an adapter. Set model.lora.rank
 checkpoint.every=0.5                               | checkpoint.every=0.5 is not accepted: a whole number, 0 or above
@@ -151,6 +154,8 @@ data.answer_pattern=(                              | is not a regular expression
 "data.prompt_template='Solve:'"                    | has no {prompt}, the place of the prompt
 data.limit=0                                       | data.limit=0 is not accepted: a whole number, 1 or above, or null
 data.bad_rows=truncate                             | data.bad_rows='truncate' is not accepted: stop or skip
+"output.dir=''"                                    | output.dir is empty. Set it to the directory of the run
+"eval.path=''" eval.every=1                        | Set eval.path to other prompts, or eval.every=0
 output.dir=null                                    | output.dir=None is not accepted: a string. Set a value
 sync.dir=None                                      | sync.dir='None' is not accepted: a string or null. Did you mean null
 data.split=validation data.path=splits | the split 'validation' ... The directory contains train.jsonl
@@ -161,6 +166,10 @@ data.path=arithmetic data.system_prompt=Hi | have no effect on generated prompts
 CODE = """
 rewards=[maths]                                    | Did you mean 'math'
 rewards=[math,length]                              | Reward 'length' needs the option max_length
+rewards=[3]                                        | rewards has 3. Accepted: a name, or a mapping with name
+'parts={a: 3}'                                     | parts.a=3 is not accepted: a mapping
+parts.a=null                                       | parts.a=None is not accepted: a mapping
+'env={name: roles, instructions: {agent: "{\\"a\\": 1}"}}' | env.instructions.agent: KeyError('"a"'). Write a
 rewards=math                                       | rewards='math' is not accepted: a list or null. Did you mean [math]
 'rewards=[{math: 1}]'                               | A reward needs 'name', one of: ... clip, code,
 'rewards=[{nam: math}]'                             | or 'package.module:Thing'; got {'nam': 'math'}. Did you mean 'name'
@@ -351,8 +360,9 @@ def place(model_dir, tmp_path_factory):
         "picture.jsonl": [{**PROMPTS[0], "image": "1.png"}],
         "splits/train.jsonl": PROMPTS,
     }
-    for name in ("empty", "busy", "splits"):
+    for name in ("empty", "busy", "splits", "unfinished"):
         (directory / name).mkdir()
+    (directory / "unfinished" / "run.json").touch()
     for name, rows in files.items():
         (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "broken.jsonl").write_text(json.dumps(PROMPTS[0]) + "\n{'prompt': 'x'}\n")

@@ -42,6 +42,8 @@ class OptimizerOptions:
     def __post_init__(self) -> None:
         SCHEDULES[self.schedule]
         check_fields(self, "training")
+        if len(self.betas) != 2:
+            raise ConfigError(f"training.betas={self.betas!r} is not accepted: two numbers.")
         if self.schedule != "constant" and not self.total_steps:
             raise ConfigError(
                 f"training.schedule={self.schedule!r} requires total_steps, the step at which it reaches 0."

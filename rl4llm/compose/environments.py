@@ -227,6 +227,8 @@ def _transform(name: Any, weights: Mapping[str, float]) -> Any:
 
 def weighed(item: Any) -> tuple[Any, float]:
     """Split a reward of a configuration into its options and its weight."""
+    if not isinstance(item, str | Mapping):
+        raise ConfigError(f"rewards has {item!r:.100}. Accepted: a name, or a mapping with name and options.")
     options = {"name": item} if isinstance(item, str) else dict(item)
     weight = options.pop("weight", 1.0)
     if not fits(weight, float):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,9 @@ def by_part(config: Config) -> dict[str, Config]:
     return {name: _part(name, part, whole) for name, part in config.parts.items()}
 
 
-def _part(name: str, part: Mapping[str, Any], whole: DictConfig) -> Config:
+def _part(name: str, part: Any, whole: DictConfig) -> Config:
+    if not isinstance(part, Mapping):
+        raise ConfigError(refusal(f"parts.{name}", part, dict))
     try:
         for key in flatten(part):
             if not f"{key}.".startswith(tuple(f"{name}." for name in ("weight", *PART_KEYS))):
@@ -160,6 +162,8 @@ def _checked(merged: DictConfig) -> Config:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(config, Config)  # it is what everything was merged into
     config.references = references_in(merged)
+    if not config.output.dir:
+        raise ConfigError("output.dir is empty. Set it to the directory of the run.")
     config.output.dir = str(Path(config.output.dir))
     check_fields(config)
     for section in FREE:
@@ -225,20 +229,22 @@ def annotation_of(key: str) -> Any:
     return annotation(Config, key.split("."))
 
 
-def _check_keys(keys: Iterable[str], config: DictConfig) -> None:
+def _check_keys(leaves: Mapping[str, Any], config: DictConfig) -> None:
     free = (*FREE, "rewards", "parts")
     names = [key for key in flatten(OmegaConf.to_container(config)) if key.split(".")[0] not in free]
-    for key in keys:
+    for key in leaves:
+        if any(name.startswith(f"{key}.") for name in names):
+            raise ConfigError(refusal(key, leaves[key], dict))
         section, _, leaf = key.rpartition(".")
-        if key.split(".")[0] in free or any(f"{name}.".startswith(f"{key}.") for name in names):
+        if key.split(".")[0] in free or key in names:
             continue
         if answer := elsewhere("key", key):
             raise ConfigError(f"Unknown configuration key: {answer}")
         inside = [name for name in names if section and name.startswith(f"{section}.")]
         same = [name for name in names if name.rpartition(".")[2] == leaf]
-        leaves = [name.removeprefix(f"{section}.") for name in inside]
+        inner = [name.removeprefix(f"{section}.") for name in inside]
         near = (
-            did_you_mean(leaf, leaves).replace("'", f"'{section}.", 1) if inside else did_you_mean(key, names)
+            did_you_mean(leaf, inner).replace("'", f"'{section}.", 1) if inside else did_you_mean(key, names)
         )
         near = f" Did you mean {same[0]!r}?" if same else near
         listed = inside or dict.fromkeys(name.split(".")[0] for name in [*names, *free])

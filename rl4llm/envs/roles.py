@@ -94,11 +94,14 @@ class RolesEnv(BaseMDPEnv):
         instruction = self.instructions.get(role, self.instruction)
         if instruction is None:
             return list(task)
-        truth = (
-            {"ground_truth"} if columns.get("ground_truth") is None else set()
-        )  # nobody means the text "None"
+        # nobody means the text "None"
+        truth = {"ground_truth"} if columns.get("ground_truth") is None else set()
         columns = {name: columns[name] for name in columns.keys() - truth} | {"role": role}
-        system = [instruction.format_map(columns), *(line.content for line in task if line.role == "system")]
+        try:
+            told = instruction.format_map(columns)
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ConfigError(f"env.instructions.{role}: {error!r}. Write a literal brace twice.") from error
+        system = [told, *(line.content for line in task if line.role == "system")]
         rest = [message for message in task if message.role != "system"]
         return [ChatMessage("system", "\n\n".join(system)), *rest]
 

@@ -324,7 +324,7 @@ def test_invalid_role_options_are_refused(play, options):
 
 
 def test_an_instruction_with_an_unknown_column_stops_the_rollout(play):
-    with pytest.raises(KeyError):
+    with pytest.raises(ConfigError):
         play(instructions={"pro": "You want {goal}."})
 
 
