@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rl4llm.backends.model_files import refuse_adapted
 from rl4llm.backends.models import check_tokenizer, load_tokenizer
 from rl4llm.compose.choices import check_choices, in_part, warnings_of
 from rl4llm.compose.data import fit_datasets, held_out_rows, micro_batch_plan, prompts_of, training_rows
@@ -70,6 +71,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     check_choices(config, given, setup.needs)
     refuse_hidden(config)
     check_installed(_trackers(config))
+    refuse_adapted(given.model)
     tokenizer = given.tokenizer or load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     check_tokenizer(tokenizer, given.model or config.model.path, given=given.tokenizer is not None)
     setup = replace(setup, tokenizer=tokenizer)

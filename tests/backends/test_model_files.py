@@ -117,6 +117,8 @@ def test_an_object_with_an_adapter_is_refused(model):
     options = LoraConfig(r=2, target_modules=["q_proj"])
     with pytest.raises(ModelError):
         load_model(get_peft_model(copy.deepcopy(model), options))
+    with pytest.raises(ModelError, match="merge_and_unload"):
+        SFTTrainer(get_peft_model(copy.deepcopy(model), options), [])
     model.add_adapter(options)
     with pytest.raises(ModelError):
         load_model(model)
