@@ -134,6 +134,7 @@ tracking.wandb=maybe                               | tracking.wandb='maybe' is n
 sync.name=nccl                                     | sync.name='nccl' is unknown. Known: distributed, filesystem
 """
 DATA = """
+"data.path=''"                                     | data.path is not set. Set it in the YAML file, or with data.path=
 data.path=null                                     | data.path is not set. Set it in the YAML file, or with data.path=
 data.path=row.jsonl                                | Did you mean 'rows.jsonl'
 data.path=rows.txt                                 | this file type is not supported. Accepted: .jsonl

@@ -42,7 +42,7 @@ CHARACTERS = 4
 def training_rows(setup: Setup) -> Any:
     """Load the training rows: those given, those of `data.path`, or those of the environment."""
     data = setup.config.data
-    source = data.path if setup.given.dataset is None else setup.given.dataset
+    source = (data.path or None) if setup.given.dataset is None else setup.given.dataset
     rows = _load(setup, source, data.split, data.limit)
     if setup.needs.learns_from == "labels":
         load("rl4llm.data.answers:check_labels")(rows, data.limit)

@@ -53,7 +53,7 @@ def build_fleet(config: Config, engine: Any, model: Any, tokenizer: Any) -> Flee
     return fleet(members, router=make(router) if router else None, limits=limits)
 
 
-def _check_name(url: str, tries: int = 5) -> None:
+def _check_name(url: str, tries: int = 10) -> None:
     """Raise ConfigError for a host name that stays unknown for seconds, as that of a server which just started may."""
     try:
         socket.getaddrinfo(urlsplit(url).hostname, None)
