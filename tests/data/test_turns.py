@@ -259,6 +259,7 @@ def test_long_texts_are_not_compared_by_character(tokenizer, ends):
         lines.append(event)
         return traced
 
+    template.tokens(text)  # compiles the pattern of tokens, once for a template
     tracing = sys.gettrace()
     sys.settrace(traced)
     try:
