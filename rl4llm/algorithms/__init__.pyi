@@ -4,8 +4,11 @@ from rl4llm.algorithms.dapo import DAPO as DAPO
 from rl4llm.algorithms.distill import Distill as Distill
 from rl4llm.algorithms.dpo import DPO as DPO
 from rl4llm.algorithms.dpo import OnlineDPO as OnlineDPO
+from rl4llm.algorithms.dppo import DPPO as DPPO
+from rl4llm.algorithms.dppo import DPPOKL as DPPOKL
 from rl4llm.algorithms.dr_grpo import DrGRPO as DrGRPO
 from rl4llm.algorithms.explore_grpo import ExploreGRPO as ExploreGRPO
+from rl4llm.algorithms.gdpo import GDPO as GDPO
 from rl4llm.algorithms.gigpo import GiGPO as GiGPO
 from rl4llm.algorithms.gmpo import GMPO as GMPO
 from rl4llm.algorithms.grpo import GRPO as GRPO

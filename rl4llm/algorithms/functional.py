@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from rl4llm.core.base_algorithm import KLEstimator
+from rl4llm.core.base_algorithm import KLEstimator, Total
 
 
 def differ(rewards: Sequence[float]) -> bool:
@@ -30,6 +31,13 @@ def leave_one_out(rewards_G: Tensor) -> Tensor:
     """Return each reward minus the mean of the others (G,); a group of one gets 0. Kool et al. 2019, equation 9."""
     size = len(rewards_G)
     return (rewards_G - rewards_G.mean()) * (size / max(size - 1, 1))
+
+
+def deviation(numbers: Sequence[Tensor], total: Total) -> Tensor:
+    """Return the sample standard deviation () of all numbers of all ranks, float64; 0 for a single one."""
+    flat_N = torch.cat([torch.zeros(0, dtype=torch.float64), *numbers])
+    count, summed = total(torch.stack([flat_N.new_tensor(len(flat_N)), flat_N.sum()]))
+    return (total((flat_N - summed / count.clamp(min=1)).square().sum()) / (count - 1).clamp(min=1)).sqrt()
 
 
 def clipped_surrogate(ratio_BT: Tensor, advantages_BT: Tensor, low: float, high: float) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from rl4llm.algorithms.functional import differ, group_advantages, kl, kl_loss
+from rl4llm.algorithms.functional import deviation, differ, group_advantages, kl, kl_loss
 from rl4llm.algorithms.returns import played_turns, turn_returns, whiten
 from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator, Needs, Total
 from rl4llm.core.base_backend import TokenMetrics
@@ -134,12 +134,8 @@ class PolicyGradient(BaseAlgorithm):
         credits = [self.credits(group) for group in groups]
         if self.scale_rewards != "batch":
             return credits
-        rewards_N = torch.cat([torch.zeros(0, dtype=torch.float64), *(group.rewards_G for group in groups)])
-        count, summed = total(
-            torch.stack([torch.tensor(float(len(rewards_N)), dtype=torch.float64), rewards_N.sum()])
-        )
-        variance = total((rewards_N - summed / count.clamp(min=1)).square().sum()) / (count - 1).clamp(min=1)
-        return [credit / (variance.sqrt() + 1e-6) for credit in credits]
+        scale = deviation([group.rewards_G for group in groups], total)
+        return [credit / (scale + 1e-6) for credit in credits]
 
     def assign(self, batches: Sequence[TrainBatch], total: Total) -> None:
         for batch in batches:

@@ -95,7 +95,8 @@ def _trajectory(name: str, prompt: TokenSpan, draw: random.Random, fresh: Any) -
     turn_rewards = tuple(draw.choice([0.0, 0.25, 0.5]) for _ in range(turns))
     reward = sum(turn_rewards) + draw.gauss(0, 1)
     stop = "length" if draw.random() < 0.2 else "done"
-    return Trajectory(name, tuple(spans), (), {}, reward, stop, turn_rewards=turn_rewards)
+    named = {"right": float(reward > 0.3), "short": -sum(len(span.token_ids) for span in spans) / 10}
+    return Trajectory(name, tuple(spans), (), named, reward, stop, turn_rewards=turn_rewards)
 
 
 def table(seed: int, center: float = 0.0, spread: float = 1.0) -> Tensor:

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from rl4llm.algorithms import (
     DAPO,
+    DPPO,
+    DPPOKL,
+    GDPO,
     GRPO,
     KTO,
     PPO,
@@ -297,6 +300,58 @@ def distillation() -> float:
     return distance(losses(algorithm, batch), batch, wanted)
 
 
+def dppo_total_variation() -> float:
+    """Qi et al. 2026, equation 13, and the squared log-ratio of Kimi K2.5."""
+    return _dppo(DPPO(clip_low=0.03, clip_high=0.04, log_ratio_coef=0.1), lambda p, q: abs(p - q))
+
+
+def dppo_kl() -> float:
+    """Qi et al. 2026, equation 14: the KL of two outcomes, the token and all others."""
+
+    def kl(p: float, q: float) -> float:
+        return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+    return _dppo(DPPOKL(clip_low=0.003, clip_high=0.005, log_ratio_coef=0.0), kl)
+
+
+def _dppo(algorithm: DPPO, divergence: Callable[[float, float], float]) -> float:
+    """Compare losses and their derivatives by each log-prob."""
+    batch, wanted, slopes, kinds = assigned(algorithm), {}, {}, set()
+    sampler, policy = OLD.clamp(max=-0.02), NEW.clamp(max=-0.01)  # logarithms of probabilities
+    batch.old_logprobs_BT = look_up(sampler, batch)
+    for group in GROUPS:
+        credits = compared([one.reward for one in group.trajectories])
+        for one, credit in zip(group.trajectories, credits, strict=True):
+            for token in ids(one):
+                p, q = math.exp(sampler[token].item()), math.exp(policy[token].item())
+                bound = algorithm.clip_high if credit > 0 else algorithm.clip_low
+                masked = divergence(p, q) > bound and (q > p) == (credit > 0)
+                kinds.add((credit > 0, q > p, divergence(p, q) > bound))
+                log = math.log(q / p)
+                wanted[token] = -credit * q / p * (not masked) + algorithm.log_ratio_coef * log**2
+                slopes[token] = -credit * q / p * (not masked) + 2 * algorithm.log_ratio_coef * log
+    assert len(kinds) == 8  # both signs, both ways, both sides of the bound
+    policy.requires_grad_()
+    losses_BT = algorithm.token_losses(batch, look_up(policy, batch), None)[0]
+    (gradient,) = torch.autograd.grad(losses_BT[batch.mask_BT].sum(), policy)
+    apart = max(abs(gradient[token].item() - slope) for token, slope in slopes.items())
+    return max(apart, distance(losses_BT.detach(), batch, wanted))
+
+
+def decoupled_rewards() -> float:
+    """Liu et al. 2026: each reward is normalized in its group, and their weighted sum over the step."""
+    weights, summed, wanted = {"right": 1.0, "short": -0.3}, {}, {}
+    for group in GROUPS:
+        columns = {name: compared([one.rewards[name] for one in group.trajectories]) for name in weights}
+        for number, one in enumerate(group.trajectories):
+            summed[ids(one)[0]] = sum(weights[name] * columns[name][number] for name in weights)
+    scale = statistics.stdev(summed.values()) + 1e-6
+    for one in MEMBERS:
+        wanted |= dict.fromkeys(ids(one), (summed[ids(one)[0]] - statistics.fmean(summed.values())) / scale)
+    batch = assigned(GDPO(reward_weights=weights))
+    return distance(batch.advantages_BT, batch, wanted)
+
+
 def batch_scale() -> float:
     """Centred in the group, divided by the deviation of all rewards of the step."""
     batch, wanted = assigned(GRPO(scale_rewards="batch")), {}
@@ -402,7 +457,10 @@ def assigned_or_absent(algorithm: BaseAlgorithm) -> dict[int, float]:
 ORACLES: dict[str, tuple[Callable[[], float], ...]] = {
     "dapo": (truncated_and_equal,),
     "distill": (distillation,),
+    "dppo": (dppo_total_variation,),
+    "dppo_kl": (dppo_kl,),
     "explore_grpo": (explore_correction,),
+    "gdpo": (decoupled_rewards,),
     "gigpo": (gigpo,),
     "grpo": (turn_credits, batch_scale, adaptive_kl),
     "kto": (kto,),

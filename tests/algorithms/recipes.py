@@ -25,6 +25,15 @@ TURNS = {"turn_discount": 0.9}
 AGGREGATIONS = tuple({"aggregation": name} for name in ("token", "sequence", "prompt", "constant"))
 SHARED = (EVERYTHING, IN_REWARD, *AGGREGATIONS)
 """Options of every policy-gradient method."""
+WITHOUT_CORRECTION = (
+    {
+        name: value
+        for name, value in EVERYTHING.items()
+        if not name.startswith("correction") and name != "old_logprobs"
+    },
+    *SHARED[1:],
+)
+"""Those of methods whose ratio is to the sampler."""
 CRITIC = {"critic_lr": 4e-3, "critic_passes": 2, "critic_warmup_steps": 2}
 LONGER = {"max_steps": 20}
 
@@ -33,6 +42,7 @@ RECIPES: dict[str, Recipe] = {
         name: Recipe(invariance=(*SHARED, TURNS))
         for name in ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "gmpo", "gspo", "gspo_token", "rloo", "sapo")
     },
+    **{name: Recipe(invariance=(*WITHOUT_CORRECTION, TURNS)) for name in ("dppo", "dppo_kl")},
     "distill": Recipe(
         options={"teacher_path": teacher},
         invariance=(
@@ -41,6 +51,18 @@ RECIPES: dict[str, Recipe] = {
         ),
     ),
     "explore_grpo": Recipe(invariance=SHARED),
+    "gdpo": Recipe(
+        options={"reward_weights": {"vowels": 1.0}},
+        invariance=tuple(
+            {"reward_weights": {"right": 1.0, "short": 0.3}, **options}
+            for options in (
+                {},
+                {"whiten": True, "mask_truncated": True},
+                {"filter_groups": True},
+                *AGGREGATIONS,
+            )
+        ),
+    ),
     "gigpo": Recipe(invariance=SHARED),
     "ppo": Recipe(options=CRITIC, overrides=LONGER, invariance=SHARED),
     "reinforce_pp": Recipe(invariance=(*SHARED, {"gamma": 0.9})),

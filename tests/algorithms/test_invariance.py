@@ -14,14 +14,25 @@ from rl4llm.algorithms import ALGORITHMS, GRPO, PPO, ReinforcePP
 from rl4llm.algorithms.returns import discounted_returns, gae
 from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TokenSpan
 from rl4llm.data.pack import Batching
 from rl4llm.trainers.prepare import Preparation
+
+
+def is_accepted(name, options):
+    try:
+        ALGORITHMS[name](**options).check(group_size=8)
+    except ConfigError:  # such as without the option that a method cannot do without
+        return False
+    return True
+
 
 CASES = [
     (name, options)
     for name in ALGORITHMS
     for options in ({}, *(RECIPES[name].invariance if name in RECIPES else ()))
+    if is_accepted(name, options)
 ]
 
 

@@ -80,7 +80,8 @@ def composed(name, **options):
 
 @pytest.mark.parametrize(("right", "policy"), [(0, (0.45, 0.55)), (1, (0.55, 0.45))])
 @pytest.mark.parametrize(
-    "name", ["cispo", "dapo", "dr_grpo", "gmpo", "grpo", "gspo", "gspo_token", "rloo", "sapo"]
+    "name",
+    ["cispo", "dapo", "dppo", "dppo_kl", "dr_grpo", "gmpo", "grpo", "gspo", "gspo_token", "rloo", "sapo"],
 )
 def test_old_samples_move_the_right_answer_up(name, right, policy):
     """Two answers, a sampler at 0.3 and 0.7 and a policy beyond the clip since: the step still has a direction."""
