@@ -15,6 +15,8 @@ from rl4llm.algorithms.grpo import GRPO as GRPO
 from rl4llm.algorithms.gspo import GSPO as GSPO
 from rl4llm.algorithms.gspo import GSPOToken as GSPOToken
 from rl4llm.algorithms.kto import KTO as KTO
+from rl4llm.algorithms.maxrl import MaxRL as MaxRL
+from rl4llm.algorithms.pkpo import PKPO as PKPO
 from rl4llm.algorithms.ppo import PPO as PPO
 from rl4llm.algorithms.reinforce_pp import ReinforcePP as ReinforcePP
 from rl4llm.algorithms.reinforce_pp import ReinforcePPBaseline as ReinforcePPBaseline

@@ -57,10 +57,11 @@ ARRANGEMENTS = {
 }
 
 
-def groups(learns_from: str = "episodes", seed: int = 0) -> list[Group]:
+def groups(learns_from: str = "episodes", seed: int = 0, nonnegative: bool = False) -> list[Group]:
     """Ragged trajectories of one to three turns with context between, and rewards for turns and episodes.
 
-    The prompt of the first group comes once more at the end, with other trajectories.
+    The prompt of the first group comes once more at the end, with other trajectories. What an episode earns beside its turns
+    may be negative, unless `nonnegative`.
     """
     draw, fresh = random.Random(seed), iter(POLICY_IDS)
     size = {"episodes": 4, "pairs": 2, "comparisons": 2}.get(learns_from, 1)
@@ -69,7 +70,15 @@ def groups(learns_from: str = "episodes", seed: int = 0) -> list[Group]:
         prompt = TokenSpan.context([draw.randrange(1, 50) for _ in range(draw.randrange(2, 6))])
         found.append(_group(f"p{number}", prompt, size, draw, fresh, learns_from))
     prompt = found[0].trajectories[0].spans[0]
-    return [*found, _group("p0", prompt, size, draw, fresh, learns_from)]
+    found.append(_group("p0", prompt, size, draw, fresh, learns_from))
+    if nonnegative:
+        found = [replace(group, trajectories=tuple(map(_raised, group.trajectories))) for group in found]
+    return found
+
+
+def _raised(one: Trajectory) -> Trajectory:
+    earned = sum(one.turn_rewards)
+    return replace(one, reward=earned + abs(one.reward - earned))
 
 
 def _group(
@@ -151,11 +160,12 @@ class Outcome:
         return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-3)).item() for a, b in pairs)
 
 
-def outcome(make: Callable[[], BaseAlgorithm], arrangement: Arrangement, updates: int = 1) -> Outcome:
+def outcome(
+    make: Callable[[], BaseAlgorithm], arrangement: Arrangement, updates: int = 1, nonnegative: bool = False
+) -> Outcome:
     """Return what a step computes from the groups of this arrangement."""
-    found = arranged(
-        [group for group in groups(make().needs().learns_from) if make().keep(group)], arrangement
-    )
+    made = groups(make().needs().learns_from, nonnegative=nonnegative)
+    found = arranged([group for group in made if make().keep(group)], arrangement)
     ranks = arrangement.ranks or (len(found),)
     share = Exchange(len(ranks))
 
@@ -316,11 +326,12 @@ def _summed(
     return loss, of_batch(loss.detach(), metrics, batch)
 
 
-def invariance_error(method: str, options: Mapping[str, Any]) -> float:
+def invariance_error(method: str, options: Mapping[str, Any], nonnegative: bool = False) -> float:
     """Return the largest relative difference over all arrangements."""
 
     def make() -> BaseAlgorithm:
         return ALGORITHMS[method](**options)
 
-    expected = outcome(make, BASE)
-    return max(expected.distance(outcome(make, one)) for one in ARRANGEMENTS.values())
+    expected = outcome(make, BASE, nonnegative=nonnegative)
+    found = (outcome(make, one, nonnegative=nonnegative) for one in ARRANGEMENTS.values())
+    return max(map(expected.distance, found))

@@ -71,12 +71,14 @@ class Recipe:
         options: of the algorithm in the learning run; a value that is callable is called, such as for a teacher.
         overrides: of the run's configuration.
         invariance: sets of the algorithm's options, each tested by itself, besides the defaults.
+        nonnegative: whether the method takes no negative rewards.
         learn: of a method that does not sample for itself; gets the name, the options, a directory and whether it may learn.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     invariance: tuple[Mapping[str, Any], ...] = ()
+    nonnegative: bool = False
     learn: Callable[[str, Mapping[str, Any], Path, bool], Curve] | None = None
 
 

@@ -25,11 +25,13 @@ from rl4llm.algorithms import (
     GDPO,
     GRPO,
     KTO,
+    PKPO,
     PPO,
     VAPO,
     Distill,
     ExploreGRPO,
     GiGPO,
+    MaxRL,
     OnlineDPO,
     ReinforcePP,
     ReMax,
@@ -352,6 +354,46 @@ def decoupled_rewards() -> float:
     return distance(batch.advantages_BT, batch, wanted)
 
 
+def best_of_several() -> float:
+    """Walder and Karkhanis 2025: in expectation the step is the gradient of the best reward of k samples."""
+    return max(
+        _expected_apart(PKPO(k=k), size, (0.0, 1.0, 0.3), lambda drawn, k=k: max(drawn[:k]))
+        for size, k in ((4, 1), (4, 2), (4, 3), (5, 3))
+    )
+
+
+def likelihood_of_success() -> float:
+    """Tajwar et al. 2026: the gradient of the first n - 1 terms of the logarithm of the success rate, for n samples."""
+    return max(
+        _expected_apart(
+            MaxRL(),
+            size,
+            (0.0, scale, 0.0),
+            lambda drawn: sum(any(drawn[:j]) / j for j in range(1, len(drawn))),
+        )
+        for size, scale in ((2, 1.0), (4, 1.0), (5, 2.0))
+    )
+
+
+def _expected_apart(
+    algorithm: GRPO, size: int, rewards: Sequence[float], objective: Callable[[Sequence[float]], float]
+) -> float:
+    """Enumerate all draws of a group from a policy of one token, and compare the expected step with the gradient."""
+    logits = torch.tensor([0.2, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    step, value = torch.zeros(3, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for actions in itertools.product(range(3), repeat=size):
+        drawn = [rewards[action] for action in actions]
+        chance = logprobs[list(actions)].sum().exp()
+        value = value + chance * objective(drawn)
+        credits = algorithm.compare(torch.tensor(drawn, dtype=torch.float64))
+        mean = (credits * logprobs[list(actions)]).mean()
+        step += chance.detach() * torch.autograd.grad(mean, logits, retain_graph=True)[0]
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert gradient.abs().max() > 1e-2
+    return (step - gradient).abs().max().item()
+
+
 def batch_scale() -> float:
     """Centred in the group, divided by the deviation of all rewards of the step."""
     batch, wanted = assigned(GRPO(scale_rewards="batch")), {}
@@ -465,6 +507,8 @@ ORACLES: dict[str, tuple[Callable[[], float], ...]] = {
     "grpo": (turn_credits, batch_scale, adaptive_kl),
     "kto": (kto,),
     "online_dpo": (online_pairs,),
+    "maxrl": (likelihood_of_success,),
+    "pkpo": (best_of_several,),
     "ppo": (ppo_turns,),
     "reinforce_pp": (reinforce_pp_turns,),
     "remax": (remax,),

@@ -64,6 +64,10 @@ RECIPES: dict[str, Recipe] = {
         ),
     ),
     "gigpo": Recipe(invariance=SHARED),
+    "maxrl": Recipe(
+        invariance=({"whiten": True, "mask_truncated": True}, TURNS, *AGGREGATIONS), nonnegative=True
+    ),
+    "pkpo": Recipe(invariance=({"k": 3}, *SHARED, TURNS)),
     "ppo": Recipe(options=CRITIC, overrides=LONGER, invariance=SHARED),
     "reinforce_pp": Recipe(invariance=(*SHARED, {"gamma": 0.9})),
     "reinforce_pp_baseline": Recipe(invariance=(*SHARED, TURNS)),

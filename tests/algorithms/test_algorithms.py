@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl4llm.algorithms import ALGORITHMS, DAPO, DPO, GRPO, PPO, SFT, GiGPO, OnlineDPO
+from rl4llm.algorithms import ALGORITHMS, DAPO, DPO, GDPO, GRPO, PKPO, PPO, SFT, GiGPO, MaxRL, OnlineDPO
 from rl4llm.algorithms.distill import Distill
 from rl4llm.algorithms.functional import clipped_share
 from rl4llm.algorithms.reinforce_pp import ReinforcePP
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, RewardError
 from rl4llm.core.types import Group, TokenSpan, Trajectory
 
 
@@ -82,6 +82,8 @@ def test_episodes_that_met_a_token_limit_can_be_left_out(reason):
         (GRPO(), 1),
         (DAPO(), 1),
         (OnlineDPO(), 1),
+        (PKPO(k=8), 8),
+        (GDPO(), 8),
         (GRPO(clip_low=-0.1), 8),
         (ReinforcePP(gamma=1.5), 8),
         (GRPO(kl_estimator="k4"), 8),
@@ -97,6 +99,18 @@ def test_episodes_that_met_a_token_limit_can_be_left_out(reason):
 def test_impossible_options_are_refused(algorithm, group_size):
     with pytest.raises(ConfigError):
         algorithm.check(group_size)
+
+
+def test_maxrl_has_no_credit_without_a_success():
+    assert not MaxRL().credits(group(0.0, 0.0, 0.0)).any()
+    assert MaxRL().credits(group(0.0, 0.0, 1.0)).tolist() == pytest.approx([-1, -1, 2])
+    with pytest.raises(RewardError):
+        MaxRL().credits(group(-1.0, 1.0, 1.0))
+
+
+def test_no_set_of_k_is_left_in_a_small_group():
+    assert not PKPO(k=3).credits(group(0.0, 1.0, 1.0)).any()
+    assert PKPO(k=2).credits(group(0.0, 0.0, 1.0)).tolist() == pytest.approx([-1, -1, 2])
 
 
 def test_a_class_on_the_python_path_needs_no_registration():
