@@ -18,6 +18,7 @@ from rl4llm.algorithms.kto import KTO as KTO
 from rl4llm.algorithms.maxrl import MaxRL as MaxRL
 from rl4llm.algorithms.pkpo import PKPO as PKPO
 from rl4llm.algorithms.ppo import PPO as PPO
+from rl4llm.algorithms.rae import RAE as RAE
 from rl4llm.algorithms.reinforce_pp import ReinforcePP as ReinforcePP
 from rl4llm.algorithms.reinforce_pp import ReinforcePPBaseline as ReinforcePPBaseline
 from rl4llm.algorithms.remax import ReMax as ReMax

@@ -82,9 +82,10 @@ class BaseAlgorithm(ABC):
     summed with the weights of the loss, which makes a mean over trajectories where the loss is one, and loses that
     ending; every other is their mean.
 
-    In the order in which they are called: `keep` chooses groups, `credits` says how good their trajectories are, `learners`
-    and `learns_from` choose those that train, `assign` turns credits into advantages, `token_losses` and `value_losses` turn
-    these into losses, and `after_step` sees what came of it. The trainer checks what `credits` and the losses return.
+    In the order in which they are called: `keep` chooses groups, `credits` says how good their trajectories are, `observe`
+    remembers something of them for the next step, `learners` and `learns_from` choose those that train, `assign` turns
+    credits into advantages, `token_losses` and `value_losses` turn these into losses, and `after_step` sees what came of
+    it. The trainer checks what `credits` and the losses return.
     """
 
     __slots__ = ()
@@ -125,6 +126,12 @@ class BaseAlgorithm(ABC):
     def batch_credits(self, groups: Sequence[Group], total: Total) -> list[Tensor]:
         """Return the credits of all groups of a step; override it if credits depend on other groups."""
         return [self.credits(group) for group in groups]
+
+    def observe(self, groups: Sequence[Group], everyone: Callable[[Any], list[Any]]) -> None:
+        """See the groups of a step that have credits; `everyone(x)` returns the x of all ranks, the same on each of them.
+
+        All ranks call it, even those without a group.
+        """
 
     def assign(self, batches: Sequence[TrainBatch], total: Total) -> None:
         """Fill `advantages_BT` (and `returns_BT`) of all micro-batches of a rollout from `credits_BT`.

@@ -42,6 +42,7 @@ ALGORITHMS: Registry[type[BaseAlgorithm]] = Registry(
         "online_dpo": "rl4llm.algorithms.dpo:OnlineDPO",
         "pkpo": "rl4llm.algorithms.pkpo:PKPO",
         "ppo": "rl4llm.algorithms.ppo:PPO",
+        "rae": "rl4llm.algorithms.rae:RAE",
         "reinforce_pp": "rl4llm.algorithms.reinforce_pp:ReinforcePP",
         "reinforce_pp_baseline": "rl4llm.algorithms.reinforce_pp:ReinforcePPBaseline",
         "remax": "rl4llm.algorithms.remax:ReMax",

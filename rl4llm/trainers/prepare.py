@@ -59,6 +59,7 @@ class Preparation:
         if needs.reward_kl is not None:
             groups, metrics["reward/kl"] = self._with_kl_in_reward(groups, *needs.reward_kl)
         credits = checked_credits(self.algorithm, groups, self.ranks.total)
+        self.algorithm.observe(groups, self.ranks.everyone)
         packed = self._packed(groups, credits)
         divergence = self._divergence(groups) if needs.mismatched else None
         batches = [batch for update in packed for batch in update.batches]

@@ -27,6 +27,7 @@ from rl4llm.algorithms import (
     KTO,
     PKPO,
     PPO,
+    RAE,
     VAPO,
     Distill,
     ExploreGRPO,
@@ -394,6 +395,29 @@ def _expected_apart(
     return (step - gradient).abs().max().item()
 
 
+def means_of_roles() -> float:
+    """Liu et al. 2025 (SPIRAL): a running mean for each role of each environment, here with equal rewards in a step."""
+    algorithm, means, worst = RAE(decay=0.9), defaultdict(float), 0.0
+    for step in range(3):
+        played = [_of_seat(group, number, step) for number, group in enumerate(GROUPS)]
+        for group, credits in zip(played, algorithm.batch_credits(played, own), strict=True):
+            for one, credit in zip(group.trajectories, credits.tolist(), strict=True):
+                worst = max(worst, abs(credit - (one.reward - means[one.part, one.role])))
+        for one in (one for group in played for one in group.trajectories):  # one by one, as in the paper
+            means[one.part, one.role] = 0.9 * means[one.part, one.role] + 0.1 * one.reward
+        algorithm.observe(played, lambda value: [value])
+    assert len(set(means.values())) == 4
+    return worst
+
+
+def _of_seat(group: Group, number: int, step: int) -> Group:
+    seat = {"role": "ab"[number % 2], "part": "xy"[number // 2 % 2]}
+    reward = number % 4 + step**2
+    return Group(
+        group.prompt_id, tuple(replace(one, reward=float(reward), **seat) for one in group.trajectories)
+    )
+
+
 def batch_scale() -> float:
     """Centred in the group, divided by the deviation of all rewards of the step."""
     batch, wanted = assigned(GRPO(scale_rewards="batch")), {}
@@ -510,6 +534,7 @@ ORACLES: dict[str, tuple[Callable[[], float], ...]] = {
     "maxrl": (likelihood_of_success,),
     "pkpo": (best_of_several,),
     "ppo": (ppo_turns,),
+    "rae": (means_of_roles,),
     "reinforce_pp": (reinforce_pp_turns,),
     "remax": (remax,),
     "vapo": (vapo_advantages, vapo_loss),

@@ -69,6 +69,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "pkpo": Recipe(invariance=({"k": 3}, *SHARED, TURNS)),
     "ppo": Recipe(options=CRITIC, overrides=LONGER, invariance=SHARED),
+    "rae": Recipe(invariance=SHARED),
     "reinforce_pp": Recipe(invariance=(*SHARED, {"gamma": 0.9})),
     "reinforce_pp_baseline": Recipe(invariance=(*SHARED, TURNS)),
     "remax": Recipe(overrides=LONGER, invariance=SHARED),
