@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.compose.environments import make_prompts
@@ -124,17 +124,20 @@ def stored_rows(config: Config, source: Any, split: str, limit: int | None, lear
     )
 
 
-def prompt_stream(setup: Setup, dataset: Any) -> PromptStream:
-    """Make the order in which this process plays its share of the prompts."""
+def prompt_stream(setup: Setup, dataset: Any, least: float | None = None) -> PromptStream:
+    """Make the order in which this process plays its share of the prompts; `least` makes it follow their success."""
     config, ranks = setup.config, setup.machine.ranks
-    return PromptStream(
-        len(dataset),
-        config.rollout.prompts,
-        rank=ranks.rank,
-        world_size=ranks.size,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-    )
+    order: dict[str, Any] = {
+        "rank": ranks.rank,
+        "world_size": ranks.size,
+        "seed": config.seed,
+        "shuffle": config.data.shuffle,
+    }
+    if least is None:
+        return PromptStream(len(dataset), config.rollout.prompts, **order)
+    name_of = cache(lambda row: str(dataset[row].get("prompt_id", row)))  # a row may hold images
+    curriculum = load("rl4llm.data.curriculum:PromptCurriculum")
+    return curriculum(len(dataset), config.rollout.prompts, name_of=name_of, least=least, **order)
 
 
 def prompts_of(setup: Setup, datasets: Mapping[str, Any]) -> PromptStream | MixedPrompts:
@@ -142,8 +145,8 @@ def prompts_of(setup: Setup, datasets: Mapping[str, Any]) -> PromptStream | Mixe
     config = setup.config
     if config.parts:
         return _mixed_prompts(setup, datasets, config.curriculum)
-    if config.curriculum is None:
-        return prompt_stream(setup, datasets[""])
+    if not isinstance(config.curriculum, str):
+        return prompt_stream(setup, datasets[""], config.curriculum)
     pools = load("rl4llm.data.mixture:pools")(datasets[""], config.curriculum)
     return _mixed_prompts(setup, pools, LEAST, pools)
 

@@ -169,10 +169,10 @@ def _checked(merged: DictConfig) -> Config:
     for section in FREE:
         if not isinstance(getattr(config, section).get("name"), str):
             raise ConfigError(f"{section}.name is not set; `rl4llm info` lists the accepted names.")
-    if config.curriculum is not None and isinstance(config.curriculum, str) == bool(config.parts):
+    if isinstance(config.curriculum, str) and config.parts:
         raise ConfigError(
-            f"curriculum={config.curriculum!r} is not accepted. Name a column of the dataset or, with `parts`, the least "
-            "share of its weight that a part keeps, such as 0.1."
+            f"curriculum={config.curriculum!r} is not accepted with `parts`. Set the least share of its weight that a part "
+            "keeps, such as 0.1."
         )
     by_part(config)
     return config

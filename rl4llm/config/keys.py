@@ -200,8 +200,8 @@ class Config:
     rewards: list[Any] | None = None
     # several environments in one run by name, see `by_part`
     parts: dict[str, Any] = field(default_factory=dict)
-    # Draw more often what is solved half of the time: the least share of its weight that each of `parts` keeps, or the
-    # column of the dataset whose values are pools; see data.mixture.
+    # Draw more often what is solved half of the time: the least share of its weight that each of `parts` or, without
+    # parts, each prompt keeps, or the column of the dataset whose values are pools; see data.mixture and data.curriculum.
     curriculum: float | int | str | None = None
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -71,9 +71,9 @@ class MixedPrompts:
         self._success: dict[str, float] = {}
 
     @property
-    def watched(self) -> tuple[str, ...]:
-        """Return the parts whose success rates `observe` needs."""
-        return () if self.curriculum is None else tuple(self.streams)
+    def watched(self) -> str:
+        """Return the field of a trajectory that names the part whose success `observe` needs; "" needs none."""
+        return "" if self.curriculum is None else "part"
 
     @property
     def shares(self) -> dict[str, float]:
@@ -105,9 +105,8 @@ class MixedPrompts:
         for name, (succeeded, episodes) in played.items():
             if episodes:
                 rate = succeeded / episodes
-                self._success[name] = self._success.get(name, rate) + RATE * (
-                    rate - self._success.get(name, rate)
-                )
+                before = self._success.get(name, rate)
+                self._success[name] = before + RATE * (rate - before)
 
     def metrics(self) -> dict[str, float]:
         """Return the current shares and success rates."""

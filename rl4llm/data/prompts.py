@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class PromptStream:
     ([0, 1, 2], [3, 0, 1])
     """
 
+    watched: ClassVar[str] = ""  # the field of a trajectory that names whose success changes the next prompts
+
     def __init__(
         self,
         num_rows: int,
@@ -43,7 +45,6 @@ class PromptStream:
         self.world_size = world_size
         self.seed = seed
         self.shuffle = shuffle
-        self.watched: tuple[str, ...] = ()  # parts whose success changes the next prompts
         self.earlier: Counter[int] = Counter()  # rows of the last batch on lower ranks
         self._consumed = 0
         self._orders: dict[int, np.ndarray] = {}

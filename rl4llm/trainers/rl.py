@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -328,13 +328,17 @@ class RLTrainer(BaseTrainer[RLStep]):
         return int(self.ranks.total(torch.tensor(number)))
 
     def _observe(self, step: RLStep) -> None:
-        """Report to the prompts how many episodes of each part succeeded, if the next prompts depend on it."""
-        if not self.prompts.watched:
+        """Report to the prompts how many episodes of each part or prompt succeeded, if the next prompts depend on it."""
+        if not (key := self.prompts.watched):
             return
         members = [member for group in step.groups if not group.frozen for member in group.trajectories]
-        parts = [[member for member in members if member.part == part] for part in self.prompts.watched]
-        counts = torch.tensor([[sum(bool(member.success) for member in part), len(part)] for part in parts])
-        self.prompts.observe(dict(zip(self.prompts.watched, self.ranks.total(counts).tolist(), strict=True)))
+        played: dict[str, tuple[int, int]] = {}
+        for name, success in chain(
+            *self.ranks.everyone([(getattr(one, key), bool(one.success)) for one in members])
+        ):
+            succeeded, episodes = played.get(name, (0, 0))
+            played[name] = succeeded + success, episodes + 1
+        self.prompts.observe(played)
         step.counts |= self.prompts.metrics()
 
     def _trains(self, group: Group) -> bool:

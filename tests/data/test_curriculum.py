@@ -105,7 +105,7 @@ def test_without_a_curriculum_pools_change_no_draw():
     prompts = pooled(curriculum=None)
     assert isinstance(prompts, PromptStream)
     assert prompts.next_batch(96) == PromptStream(48, 8, seed=5).next_batch(96)
-    assert prompts.watched == ()
+    assert prompts.watched == ""
 
 
 @pytest.mark.parametrize("column", ["levl", "id"])
@@ -116,7 +116,7 @@ def test_a_column_that_names_no_pools_is_refused(column):
 
 def test_a_curriculum_requires_something_to_weigh():
     with pytest.raises(ConfigError):
-        load_config(overrides={"model.path": "m", "data.path": "d", "curriculum": 0.1})
+        prompts_of(Setup.of(load_config(overrides={**CONFIG, "curriculum": 0})), {"": ROWS})
     parts = {"a": {"data": {"path": "arithmetic"}}}
     with pytest.raises(ConfigError):
         load_config(overrides={"model.path": "m", "parts": parts, "curriculum": "level"})

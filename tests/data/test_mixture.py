@@ -120,8 +120,8 @@ def test_the_curriculum_prefers_half_solved_and_forgotten_parts():
 
 
 def test_without_a_curriculum_nothing_is_watched():
-    assert mixed().watched == ()
-    assert mixed(curriculum=1.0).watched == tuple(SIZES)
+    assert mixed().watched == ""
+    assert mixed(curriculum=1.0).watched == "part"
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "2"])

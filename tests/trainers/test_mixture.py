@@ -1,6 +1,7 @@
 """Training on several environments: it runs, it learns in each, it resumes bit for bit, and ranks do not change it."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def played(directory):
     """Return the samples of each prompt that every step played."""
     files = (directory / "episodes").glob("step-*.jsonl")
     found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return {(row["step"], row["part"], row["prompt_id"], row["sample"]) for row in found}
+    return {(row["step"], row.get("part", ""), row["prompt_id"], row["sample"]) for row in found}
 
 
 def test_the_mixture_configuration_trains_end_to_end(model_dir, tmp_path):
@@ -156,7 +157,7 @@ def test_a_name_twice_and_a_curriculum_of_nothing_are_refused(tmp_path):
     with pytest.raises(ConfigError):
         load_config(tmp_path / "twice.yaml")
     with pytest.raises(ConfigError):
-        load_config(overrides=["model.path=m", "data.path=d", "curriculum=0.1"])
+        load_config(overrides=["model.path=m", "data.path=d", "parts={a: {}}", "curriculum=level"])
 
 
 BAD_ROWS = {
@@ -231,6 +232,41 @@ def test_pools_of_a_dataset_are_drawn_by_their_success(model_dir, tmp_path):
     assert not any("part/lost/success" in row for row in steps), "a failed sample is neither right nor wrong"
     held_out = metrics(tmp_path / "run", "eval.jsonl")[-1]
     assert held_out["part/solved/accuracy"] == 1.0 and held_out["part/open/trajectories"] == 2.0
+
+
+class ByLevel(Even):
+    """Give what the level says, and in an open one what the length of the answer says."""
+
+    def __call__(self, messages, ground_truth, level, **kwargs) -> float:
+        return 0.0 if level == "hopeless" else super().__call__(messages, ground_truth, level, **kwargs)
+
+
+def test_prompts_are_drawn_by_the_success_of_their_latest_group(model_dir, tmp_path):
+    data = [
+        {
+            "messages": [{"role": "user", "content": f"Say {number}."}],
+            "ground_truth": "",
+            "level": ("open", "solved", "hopeless")[number % 3],
+            "prompt_id": f"q{number}",
+        }
+        for number in range(12)
+    ]
+
+    def run(name, steps):
+        options = {
+            "rollout": {"prompts": 4, "group_size": 8, "max_tokens": 6, "max_staleness": 0},
+            "curriculum": 0.05, "max_steps": steps, "output": {"dir": str(tmp_path / name)},
+        }  # fmt: skip
+        GRPOTrainer(str(model_dir), data, reward_functions=[ByLevel()], **{**SMALL, **options}).train()
+
+    run("whole", 12)
+    run("cut", 6)
+    run("cut", 12)
+    assert played(tmp_path / "cut") == played(tmp_path / "whole")
+    later = Counter(int(prompt[1:]) % 3 for step, _, prompt, _ in played(tmp_path / "whole") if step > 4)
+    assert later[0] > 2 * (later[1] + later[2])
+    steps = [row for row in metrics(tmp_path / "whole") if "curriculum/skipped" in row]
+    assert steps[0]["curriculum/skipped"] == 0.0 < steps[-1]["curriculum/skipped"]
 
 
 def test_pools_are_refused_where_nothing_is_sampled(model_dir):
