@@ -1,4 +1,4 @@
-"""The running means of roles are the same on any number of ranks and after a resume, and take off what a role wins anyway."""
+"""The running means of roles are the same on all ranks and after a resume, and take off what a role wins anyway."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
