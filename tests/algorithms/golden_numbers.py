@@ -423,7 +423,7 @@ PENALTY = {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "whiten": Fa
 HIGHER = {**TOKEN, "clip_low": 0.2, "clip_high": 0.28, "old_logprobs": "recomputed"}
 NARROW = {"clip_low": 0.05, "clip_high": 0.08}
 CLIPS_LIKE_PPO = (
-    "bnpo", "dapo", "dr_grpo", "explore_grpo", "gigpo", "grpo", "ppo", "reinforce_pp",
+    "bnpo", "dapo", "dr_grpo", "explore_grpo", "gigpo", "grpo", "pkpo", "ppo", "rae", "reinforce_pp",
     "reinforce_pp_baseline", "remax", "rloo", "vapo",
 )  # fmt: skip
 PLAIN = {
@@ -449,10 +449,10 @@ def _corrected(correction: str, low: float = 0.0, high: float = 2.0) -> Check:
 
 GROUP_MEANS = {
     "adv.grpo": {
-        name: {} for name in ("grpo", "bnpo", "dapo", "gspo", "gspo_token", "gmpo", "sapo", "cispo")
+        name: {} for name in ("grpo", "bnpo", "dapo", "dppo", "dppo_kl", "gspo", "gspo_token", "gmpo", "sapo", "cispo")
     },
     "adv.dr_grpo": {"dr_grpo": {}, "grpo": {"scale_rewards": "none"}},
-    "adv.rloo": {"rloo": {}},
+    "adv.rloo": {"rloo": {}, "pkpo": {"k": 1}},
 }
 CHECKS: dict[str, Check] = {
     **{name: Check(advantages, methods) for name, methods in GROUP_MEANS.items()},
@@ -506,6 +506,8 @@ CHECKS: dict[str, Check] = {
     "loss.ppo_dual_clip_c10": Check(loss, _clips(clip_low=0.2, clip_high=0.28, dual_clip=10.0)),
     "loss.cispo": Check(loss, {"cispo": {"clip_low": 0.2, "clip_high": 0.28}}),
     "loss.cispo_upper_only": Check(loss, {"cispo": {}}),
+    "loss.dppo_tv": Check(loss, {"dppo": {"clip_low": 0.05, "clip_high": 0.08, "log_ratio_coef": 0.0}}),
+    "loss.dppo_kl": Check(loss, {"dppo_kl": {"clip_low": 0.01, "clip_high": 0.02, "log_ratio_coef": 0.0}}),
     "loss.sapo": Check(loss, {"sapo": {}}),
     "loss.sapo_token_mean": Check(loss, {"sapo": TOKEN}),
     "loss.gspo": Check(loss, {"gspo": NARROW, "gspo_token": NARROW}, {"key": "seq_advantage"}),

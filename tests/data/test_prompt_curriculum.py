@@ -73,6 +73,15 @@ def test_a_resumed_curriculum_of_prompts_continues_exactly():
     assert resumed.state() == whole.state()
 
 
+def test_a_cursor_is_not_changed_by_later_results():
+    prompts = stream()
+    prompts.observe(results(range(40)))
+    cursor, rows = prompts.state(), prompts.next_batch(30)
+    prompts.observe(dict.fromkeys(results(range(40)), (4, 8)))
+    prompts.restore(cursor)
+    assert prompts.next_batch(30) == rows
+
+
 def test_a_draw_costs_the_same_in_a_large_dataset():
     places = {}
     for num_rows in (300, 30_000):

@@ -394,7 +394,7 @@ def test_publishing_does_not_wait_for_episodes(trainer, tmp_path):
     assert all(row["mismatch/newest"] == pytest.approx(1 - row["staleness"]) for row in rows[1:])
 
 
-@pytest.mark.parametrize("algorithm", ["dapo", "grpo"])
+@pytest.mark.parametrize("algorithm", ["dapo", "dppo", "grpo", "rae"])
 def test_every_prompt_trains_once_and_within_the_bound(trainer, tmp_path, algorithm):
     keys = {"rollout.max_staleness": 2, "deterministic": False}
     trainer("run", algorithm={"name": algorithm}, **keys).train()
