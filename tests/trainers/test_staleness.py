@@ -57,6 +57,12 @@ class Early(Vowels):
         return super().score_batch(samples)
 
 
+class Solvable(Vowels):
+    """Says which answers count as successes, for a curriculum."""
+
+    success_at = 0.2
+
+
 class Distinct(BaseRewardFunction):
     """Every answer is worth another amount, except those to two of the six prompts."""
 
@@ -263,12 +269,14 @@ def stop_after_one(trainer, name, **options):
     assert stopped.trainer.prompts.state()["consumed"] == 2 + 2 * ahead  # those of the next steps are begun
 
 
-def test_a_resumed_run_trains_what_was_played_before(trainer, served):
-    whole = weights(trainer("whole").train())
-    stop_after_one(trainer, "stopped")
+@pytest.mark.parametrize("options", [{}, {"curriculum": 0.3, "rewards": [Solvable()]}], ids=["", "curriculum"])
+def test_a_resumed_run_trains_what_was_played_before(trainer, served, tmp_path, options):
+    whole = weights(trainer("whole", **options).train())
+    stop_after_one(trainer, "stopped", **options)
     before = len(served[1].rids)
-    again = trainer("stopped").train()
+    again = trainer("stopped", **options).train()
     assert again.trainer.stream.kept == 2
+    assert not options or metrics(tmp_path / "whole")[-1]["curriculum/skipped"] > 0
     played = [rid for rid in served[1].rids[before:] if rid.startswith("1/")]
     assert not played and any(rid.startswith("2/") for rid in served[1].rids[before:])
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(again).items())
