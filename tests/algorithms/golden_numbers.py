@@ -449,7 +449,8 @@ def _corrected(correction: str, low: float = 0.0, high: float = 2.0) -> Check:
 
 GROUP_MEANS = {
     "adv.grpo": {
-        name: {} for name in ("grpo", "bnpo", "dapo", "dppo", "dppo_kl", "gspo", "gspo_token", "gmpo", "sapo", "cispo")
+        name: {}
+        for name in ("grpo", "bnpo", "dapo", "dppo", "dppo_kl", "gspo", "gspo_token", "gmpo", "sapo", "cispo")
     },
     "adv.dr_grpo": {"dr_grpo": {}, "grpo": {"scale_rewards": "none"}},
     "adv.rloo": {"rloo": {}, "pkpo": {"k": 1}},

@@ -269,7 +269,9 @@ def stop_after_one(trainer, name, **options):
     assert stopped.trainer.prompts.state()["consumed"] == 2 + 2 * ahead  # those of the next steps are begun
 
 
-@pytest.mark.parametrize("options", [{}, {"curriculum": 0.3, "rewards": [Solvable()]}], ids=["", "curriculum"])
+@pytest.mark.parametrize(
+    "options", [{}, {"curriculum": 0.3, "rewards": [Solvable()]}], ids=["", "curriculum"]
+)
 def test_a_resumed_run_trains_what_was_played_before(trainer, served, tmp_path, options):
     whole = weights(trainer("whole", **options).train())
     stop_after_one(trainer, "stopped", **options)

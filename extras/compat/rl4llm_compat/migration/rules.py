@@ -34,8 +34,23 @@ ESTIMATORS = {
     "gae": "ppo", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo", "remax": "remax",
     "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }  # fmt: skip
-LOSSES = {"vanilla": "", "gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo", "cispo": "cispo"}
-CLIPPED = ("grpo", "ppo", "dapo", "gspo", "gmpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
+LOSSES = {
+    "vanilla": "", "gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo", "cispo": "cispo", "dppo_tv": "dppo",
+    "dppo_kl": "dppo_kl",
+}  # fmt: skip
+DIVERGENCES = ("dppo", "dppo_kl")  # whose bounds have other defaults here
+CLIPPED = (
+    *DIVERGENCES,
+    "grpo",
+    "ppo",
+    "dapo",
+    "gspo",
+    "gmpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+)
 AGGREGATIONS = {
     "token-mean": "token",
     "seq-mean-token-mean": "sequence",
@@ -60,6 +75,11 @@ def algorithm_of(values: Values) -> str:
         )
     filters = values.get("algorithm.filter_groups.enable")
     return LOSSES[mode] or ("dapo" if filters and estimator == "grpo" else ESTIMATORS[estimator])
+
+
+def _algorithm(values: Values, facts: DataFacts) -> Keys:
+    name = algorithm_of(values)
+    return {"algorithm.name": name, **(_clipping(values, facts) if name in DIVERGENCES else {})}
 
 
 def _ranks(values: Values) -> int:
@@ -114,6 +134,8 @@ def _clipping(values: Values, facts: DataFacts) -> Keys:
         "algorithm.clip_low": both if low is None else low,
         "algorithm.clip_high": both if high is None else high,
     }
+    if name in DIVERGENCES:  # verl has no such term
+        keys["algorithm.log_ratio_coef"] = 0.0
     dual = values.get(f"{A}.clip_ratio_c")
     return keys | (
         {"algorithm.dual_clip": dual} if dual is not None and name in ("grpo", "ppo", "dapo") else {}
@@ -240,7 +262,7 @@ def _joint(keys: Callable[[Values, DataFacts], Keys], names: str) -> JointRule:
 
 RULES = (
     _joint(
-        lambda values, facts: {"algorithm.name": algorithm_of(values)},
+        _algorithm,
         "algorithm.adv_estimator A.policy_loss.loss_mode algorithm.filter_groups.enable",
     ),
     _joint(_batches, "data.train_batch_size A.ppo_mini_batch_size"),

@@ -96,6 +96,15 @@ def test_zero_processes_are_to_be_decided():
     assert "trainer.n_gpus_per_node x trainer.nnodes is 0. Accepted: 1 or more." in found.open
 
 
+@pytest.mark.parametrize(("mode", "name"), [("dppo_tv", "dppo"), ("dppo_kl", "dppo_kl")])
+def test_divergence_ppo_keeps_its_bounds(mode, name):
+    words = f"verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+    keys = {key: value for key, (value, _) in converted(words).keys.items()}
+    assert keys["algorithm.name"] == name
+    assert (keys["algorithm.clip_low"], keys["algorithm.clip_high"]) == (0.2, 0.2)
+    assert keys["algorithm.log_ratio_coef"] == 0.0
+
+
 def test_value_without_a_counterpart_is_to_be_decided():
     words = "verl.trainer.main_ppo algorithm.adv_estimator=gpg actor_rollout_ref.model.path=$NOT_SET_HERE"
     found = converted(words)
