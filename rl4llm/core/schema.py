@@ -201,7 +201,7 @@ def fits(value: Any, hint: Any) -> bool:
             not alike or all(fits(option, inner[0]) for option in value)
         )
     if kind is dict:
-        return isinstance(value, Mapping)
+        return isinstance(value, Mapping) and all(fits(item, inner[1]) for item in value.values() if inner)
     return kind not in WHAT or isinstance(value, kind)
 
 
@@ -233,6 +233,8 @@ def in_words(hint: Any) -> str:
         return " or ".join(filter(None, [", ".join(map(str, inner[:-1])), str(inner[-1])]))
     if kind is list and inner and _kind(inner[0]) in (*WHAT, Annotated):
         return f"a list, each item {in_words(inner[0])}"
+    if kind is dict and inner and _kind(inner[1]) in (*WHAT, Annotated):
+        return f"a mapping, each value {in_words(inner[1])}"
     return WHAT.get(kind, "an object")
 
 

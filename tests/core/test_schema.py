@@ -40,6 +40,7 @@ class Made(Base):
         share: float = 0.5,
         names: Sequence[str] | None = None,
         by_name: Mapping[str, Any] | None = None,
+        weights: dict[str, float] | None = None,
         mode: Literal["a", "b"] = "a",
         size: Literal["auto", 0] = "auto",
         pair: tuple[str, int] = ("a", 1),
@@ -82,11 +83,11 @@ def prose(share: "how much of it"):  # noqa: F722
 GOOD = {
     "rank": [3, -1], "share": [0.5, 1, -2.0], "names": [None, [], ["a"], ("a", "b")], "by_name": [None, {}, {"a": 1}],
     "mode": ["a", "b"], "size": ["auto", 0], "pair": [["b", 2]], "on": [True],
-    "judge": [None, Base(), "a name"], "plain": ["x", 1, []],
+    "weights": [None, {}, {"a": 1, "b": -0.5}], "judge": [None, Base(), "a name"], "plain": ["x", 1, []],
 }  # fmt: skip
 BAD = {
     "rank": ["3", 1.5, True, None], "share": ["0.5", True, None, [1.0], float("nan"), float("inf")],
-    "names": ["a", 1, [1], {"a": 1}], "by_name": ["a", [1]], "mode": [1, None, "c"], "size": ["aut", 1], "on": ["yes", 1],
+    "names": ["a", 1, [1], {"a": 1}], "by_name": ["a", [1]], "weights": [{"a": "1"}, {"a": None}, [1.0]], "mode": [1, None, "c"], "size": ["aut", 1], "on": ["yes", 1],
 }  # fmt: skip
 
 
