@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from sweeps import sampled
+from tiny_models import SIZES
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 from vowels import Vowels
 
 from conftest import TEXTS
@@ -548,3 +550,22 @@ def test_rate_that_a_program_sets_has_no_warning():
     assert len(rate_warnings(config)) == 1
     config.training.passes_per_rollout = 4
     assert rate_warnings(config) == []
+
+
+def test_a_model_of_padded_rows_is_batched_by_length(model_dir, tmp_path):
+    tokenizer = load_tokenizer(str(model_dir))
+    sizes = SIZES | {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    rows = [{"messages": [{"role": "user", "content": "hi"}], "ground_truth": ""}]
+    layouts = {}
+    for kind, config in (("capped", Gemma2Config(**sizes)), ("plain", Qwen3Config(**sizes))):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
+        tokenizer.save_pretrained(tmp_path / kind)
+        trainer = GRPOTrainer(
+            str(tmp_path / kind),
+            rows,
+            [lambda completions, **columns: [0.0 for _ in completions]],
+            output={"dir": str(tmp_path / f"run of {kind}")},
+            rollout={"prompts": 1, "group_size": 2, "max_tokens": 4},
+        )
+        layouts[kind] = trainer.trainer.preparation.batching.layout
+    assert layouts == {"capped": "sorted", "plain": "shared"}

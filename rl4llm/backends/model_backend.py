@@ -171,6 +171,10 @@ class ModelBackend(BaseBackend):
             ),
         }
 
+    def layout(self, layout: str) -> str:
+        # The rows of a packed batch would be as long as its longest trajectory, and need more memory than its tokens.
+        return layout if self._module.runner.streams else "sorted"
+
     def path(self) -> str:
         module, runner = self._module, self._module.runner
         if not runner.streams:
@@ -183,8 +187,8 @@ class ModelBackend(BaseBackend):
         warnings = []
         if reason := self._module.runner.padded_since:
             warnings.append(
-                f"{type(self.model).__name__} trains on padded rows, since {reason}. A prompt that several samples share "
-                "is computed for each of them, and so is padding."
+                f"{type(self.model).__name__} trains on padded rows, since {reason}. What several samples share is "
+                "computed for each of them, and so is padding."
             )
         if self.adapter is not None and (names := self.adapter.excluded):
             warnings.append(f"The adapter leaves out {', '.join(sorted(names))}, which PEFT cannot adapt.")

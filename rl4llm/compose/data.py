@@ -256,7 +256,7 @@ def micro_batch_plan(
         max_prompt_tokens=longest,
         max_new_tokens=new_tokens,
         max_tokens_per_batch=batching.budget([longest + new_tokens]),
-        layout=config.training.layout,
+        layout=batching.layout,
         updates=config.training.updates_per_rollout,
         roles=max(len(env.trained_roles) for env, _, _ in played),
     )

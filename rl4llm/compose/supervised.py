@@ -76,7 +76,7 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     prepared = partial(
         Preparation, algorithm=setup.algorithm, policy=backend, reference=reference, ranks=ranks
     )
-    batching = batching_of(setup)
+    batching = batching_of(setup, backend)
     answered = needs.learns_from not in ANSWER_COLUMNS and not hold_text(dataset)
     warnings = [
         *warnings_of(config),

@@ -157,7 +157,7 @@ def _reinforced(
     warnings = [text for task in tasks for text in in_part(task.part, task.fit, client.context_length)]
     prompts = prompts_of(setup, {task.part: task.env.dataset for task in tasks})
     sampled = max(task.env.max_steps * task.setup.config.rollout.max_tokens for task in tasks)
-    batching = batching_of(setup, longest_completion=min(client.context_length, sampled))
+    batching = batching_of(setup, backend, longest_completion=min(client.context_length, sampled))
     preparation = Preparation(
         algorithm=algorithm,
         policy=backend,
@@ -225,11 +225,11 @@ def _report_isolation(sandbox: Any, run: RunDir, tracker: RunTracker) -> None:
         run.keep("sandbox.json", json.dumps(asdict(sandbox.active), indent=1) + "\n")
 
 
-def batching_of(setup: Setup, longest_completion: int = 0) -> Batching:
+def batching_of(setup: Setup, backend: BaseBackend | None = None, longest_completion: int = 0) -> Batching:
     """Make the settings of micro-batches; `longest_completion` is the default divisor of the aggregation "constant"."""
     training, vision = setup.config.training, vision_of(setup.config)
     return Batching(
-        layout=training.layout,
+        layout=training.layout if backend is None else backend.layout(training.layout),
         aggregation=setup.algorithm.aggregation,
         pad_token_id=setup.tokenizer.pad_token_id,
         max_tokens_per_batch=training.max_tokens_per_batch,

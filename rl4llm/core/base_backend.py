@@ -108,6 +108,10 @@ class BaseBackend(ABC):
         default each rank has all of it."""
         return ModelMemory.of(shape, precision, trains=trains)
 
+    def layout(self, layout: str) -> str:
+        """Return the layout of batches for this model; by default the one of the configuration."""
+        return layout
+
     @abstractmethod
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
         """Return log-probs (B, T), fp32, no gradient, of each token given those before it; 0 where `mask_BT` is False."""
