@@ -39,6 +39,9 @@ EVERYTHING = (
 )
 OFF_POLICY = "test_off_policy.py::test"
 NO_PASS = "test_invariance.py::test_old_log_probs_of_a_first_update_need_no_pass"
+TRIE = "test_pack.py::test_records_of_a_trie_stay_what_they_are_under_the_budget"
+ANCESTORS = "test_attention.py::test_attention_sees_its_ancestors_and_its_own_past_only"
+SHARING = "test_torch_backend.py::test_sharing_any_prefix_keeps_the_plain_models_gradient"
 TEMPERATURE = "test_training.py::test_log_probs_use_the_temperature_of_the_samples"
 SERVED = "test_server.py::test_"
 POOL = "test_verifier_pool.py::test"
@@ -112,8 +115,17 @@ DATA = _of(
      "test_pack.py::test_totals_of_ranks_add_up_so_that_their_weights_do"),
     ("weight_of_context", "pack.py", "weights=(weights[owner] * mask)", "weights=(weights[owner])",
      "test_pack.py::test_weights_of_a_trajectory_sum_to_its_share"),
-    ("shared_prompt_position", "layouts.py", "NEVER, 0, length[prompt])", "NEVER, 0, 0)",
-     "test_pack.py::test_a_shared_prompt_comes_once_before_its_trajectories"),
+    ("tree_records_of_a_place", "layouts.py", "(np.minimum(shared, flat.openings[flat.order]) - 1)", "(shared - 1)",
+     TRIE),
+    ("tree_budget", "layouts.py", "shared[place] == 0 or computed > budget", "shared[place] == 0", TRIE),
+    ("tree_columns", "pack.py", "np.concatenate([record[:shared], own])", "np.concatenate([record[:shared] * 0, own])",
+     "test_pack.py::test_a_token_is_computed_in_the_place_of_the_same_history"),
+    ("tree_groups", "layouts.py", "if groups[one] == groups[other]:", "if True:",
+     "test_pack.py::test_groups_share_nothing_with_each_other"),
+    ("tree_short_runs", "layouts.py", "depth - depths[-1] >= SHORTEST", "True",
+     "test_layouts.py::test_few_tokens_beyond_what_others_share_are_repeated"),
+    ("tree_images", "pack.py", "np.where(image_ids >= 0, -1 - image_ids, token_ids)", "token_ids",
+     "../backends/test_tower.py::test_samples_with_another_image_share_what_is_before_it"),
     ("segment_ids", "layouts.py", "np.arange(len(order)) - starts[group] + 1", "1",
      "test_pack.py::test_every_trajectory_is_in_exactly_one_batch_as_recorded"),
     ("mask_of_context", "pack.py", 'np.array([span.author == "policy" for span in spans])',
@@ -238,6 +250,15 @@ ENVS = _of(
 
 BACKENDS = _of(
     "backends", "tests/backends",
+    ("tree_ancestors", "attention.py", "for number, length in path]", "for number, length in path[-1:]]", ANCESTORS),
+    ("tree_ancestors_of_one_call", "varlen.py", "np.concatenate([keys[parent], own]) if parent >= 0", "own if parent >= 0",
+     ANCESTORS),
+    ("tree_cut", "attention.py", "    opens[behind] |= is_own[behind] & ~begins[behind]\n", "", ANCESTORS),
+    ("tree_whole_ancestors", "attention.py", "            lengths[parents[child]] = whole[parents[child]]\n",
+     "            pass\n", f"{SHARING}[qwen3-1]"),
+    ("tree_states", "recurrent.py", "after[block.path[-1][0]]", "after[block.path[0][0]]", f"{SHARING}[qwen3_5-1]"),
+    ("tree_one_log_prob", "heads.py", "columns + computed_BT.flatten()[asked_N]", "columns + asked_N % columns",
+     "test_heads.py::test_a_token_of_several_trajectories_is_predicted_once"),
     ("names_in_memory", "model_backend.py", "return self._names.converted(self.own_weights())", "return self.own_weights()",
      "test_checkpoint_names.py::test_what_is_published_is_what_save_pretrained_writes"),
     ("layers_left_out", "lora.py", "excluded.add(name)", "pass",

@@ -1,9 +1,10 @@
 """The order in which a model computes the tokens of a batch, and how they attend to each other.
 
-A `Stream` is one row of all the tokens that matter: no padding, a shared prompt once, nothing after the last token of the
-policy. Linear layers and norms see one long row; only attention needs to know where trajectories begin, and it receives
+A `Stream` is one row of all the tokens that matter: no padding, shared prefixes once, nothing after the last token of the
+policy. The trajectories of a batch are tries, and a segment of the stream is a node that attends to itself and its
+ancestors. Linear layers and norms see one long row; only attention needs to know where segments begin, and it receives
 the stream through transformers' attention interface. `PlainRows` is the form that every architecture understands: one
-trajectory per row, padded on the right, prompts repeated.
+trajectory per row, padded on the right, prefixes repeated.
 
 Both map each token of the batch to its hidden state, so the same batch gives the same numbers.
 """
@@ -11,7 +12,7 @@ Both map each token of the batch to its hidden state, so the same batch gives th
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,20 +49,19 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`count` segments of up to `length` tokens that attend to themselves, causally, and to the same shared prompt.
+    """`count` segments of up to `length` tokens that attend to themselves, causally, and to the same segments before them.
 
-    `prompt` is the index of that prompt among the stream's roots; `prompt_length` is its length, 0 without a prompt.
+    `path` lists those, from the root on: the index of each among the stream's segments, and its length.
     """
 
     count: int
     length: int
-    prompt: int
-    prompt_length: int
+    path: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One row of N tokens in an order in which each block is contiguous; blocks of roots come first.
+    """One row of N tokens in an order in which each block is contiguous, and comes after what it attends to.
 
     `place_BT` is the index of each token of the batch in the row, -1 for those that are not computed. `pad_M` spreads the
     row over the blocks with their padding and `unpad_N` gathers it again; None when no block has any. With `spans`, all
@@ -93,11 +93,15 @@ class PlainRows:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Runs of tokens of a batch. `starts` are flat positions; `parents` the segment whose tokens come first, -1: none."""
+    """Runs of tokens that are computed. `starts` are flat positions, `parents` the segment that each continues, -1: none.
+
+    `computed` (B T,) has the flat position of the token that is computed for each.
+    """
 
     starts: Ints
     lengths: Ints
     parents: Ints
+    computed: Ints
     token_ids: Tensor
     position_ids: Tensor
     shape: torch.Size
@@ -110,6 +114,13 @@ class _Segments:
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return np.repeat(self.starts[chosen], lengths) + within
 
+    def placed(self, flat: Ints, places: Ints) -> Tensor:
+        """Return `place_BT`, given the places of the computed tokens at the positions `flat`."""
+        place = np.full(len(self.computed), -1)
+        place[flat] = places
+        place_N = torch.from_numpy(place[self.computed])
+        return place_N.to(self.token_ids.device, non_blocking=True).view(self.shape)
+
 
 def stream_of(batch: TrainBatch, kernel: Kernel | None = None) -> Stream:
     """Return the stream of a batch that has at least one policy token; `kernel` computes all its blocks in one call."""
@@ -117,8 +128,6 @@ def stream_of(batch: TrainBatch, kernel: Kernel | None = None) -> Stream:
     order, blocks = _blocks(segments)
     flat = segments.flat(order)
     device = batch.token_ids_BT.device
-    place = np.full(batch.token_ids_BT.numel(), -1)
-    place[flat] = np.arange(len(flat))
     chosen = torch.from_numpy(flat).to(device, non_blocking=True)
     pad, unpad = _padding(segments.lengths[order], blocks)
     spans = None
@@ -130,7 +139,7 @@ def stream_of(batch: TrainBatch, kernel: Kernel | None = None) -> Stream:
     return Stream(
         segments.token_ids[chosen][None],
         segments.position_ids[chosen][None],
-        torch.from_numpy(place).to(device, non_blocking=True).view(segments.shape),
+        segments.placed(flat, np.arange(len(flat))),
         tuple(blocks),
         None if pad is None else torch.from_numpy(pad).to(device, non_blocking=True),
         None if unpad is None else torch.from_numpy(unpad).to(device, non_blocking=True),
@@ -144,21 +153,21 @@ def rows_of(batch: TrainBatch, pad_token_id: int = 0) -> PlainRows:
     """Return the rows of a batch that has at least one policy token."""
     segments = _segments(batch)
     leaves = np.setdiff1d(np.arange(len(segments.starts)), segments.parents)
-    chains = [np.array([p, leaf] if (p := segments.parents[leaf]) >= 0 else [leaf]) for leaf in leaves]
-    rows = [segments.flat(chain) for chain in chains]
+    paths = _paths(segments.parents)
+    rows = [segments.flat(np.array([*paths[leaf], leaf])) for leaf in leaves]
     width, device = max(map(len, rows)), batch.token_ids_BT.device
     source = np.full((len(rows), width), -1)
     for number, row in enumerate(rows):
         source[number, : len(row)] = row
-    place = np.full(batch.token_ids_BT.numel(), -1)
-    place[source[source >= 0]] = np.flatnonzero(source >= 0)  # of a repeated prompt, any copy will do
     source_RT = torch.from_numpy(source).to(device, non_blocking=True)
     real_RT = source_RT >= 0
     return PlainRows(
         torch.where(real_RT, segments.token_ids[source_RT], pad_token_id),
         torch.where(real_RT, segments.position_ids[source_RT], 0),
         real_RT.long(),
-        torch.from_numpy(place).to(device, non_blocking=True).view(segments.shape),
+        segments.placed(
+            source[source >= 0], np.flatnonzero(source >= 0)
+        ),  # of repeated tokens any copy will do
         None
         if segments.axes is None
         else torch.where(real_RT[..., None], segments.axes[source_RT], 0).permute(2, 0, 1),
@@ -263,23 +272,22 @@ def _attend_blocks(
 ) -> Tensor:
     sizes = [block.count * block.length for block in blocks]
     outs: list[Tensor] = []
-    root_keys: list[Tensor] = []
-    root_values: list[Tensor] = []
+    keys: list[Tensor] = []  # of each segment
+    values: list[Tensor] = []
     for block, *parts in zip(blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         q_b, k_b, v_b = (part.unflatten(0, (block.count, block.length)) for part in parts)
-        if block.prompt_length:
-            k_b = _with_prompt(root_keys[block.prompt][: block.prompt_length], k_b)
-            v_b = _with_prompt(root_values[block.prompt][: block.prompt_length], v_b)
-        else:
-            root_keys.extend(k_b.unbind(0))
-            root_values.extend(v_b.unbind(0))
+        keys.extend(k_b.unbind(0))
+        values.extend(v_b.unbind(0))
+        k_b, v_b = _after(block.path, keys, k_b), _after(block.path, values, v_b)
         out = _attend(q_b.transpose(1, 2), k_b.transpose(1, 2), v_b.transpose(1, 2), scaling, window, sinks)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
 
 
-def _with_prompt(prompt: Tensor, own: Tensor) -> Tensor:
-    return torch.cat([prompt[None].expand(len(own), *prompt.shape), own], dim=1)
+def _after(path: tuple[tuple[int, int], ...], segments: list[Tensor], own: Tensor) -> Tensor:
+    """Return the rows of a block behind those of the segments before it, which all of the block share."""
+    before = [segments[number][:length].expand(len(own), -1, -1, -1) for number, length in path]
+    return torch.cat([*before, own], dim=1) if before else own
 
 
 def _attend(
@@ -310,61 +318,71 @@ def _attend(
 
 
 def _segments(batch: TrainBatch) -> _Segments:
-    """Segments that are needed, cut after the last token that precedes one of the policy's."""
+    """Return the segments that are needed, cut after the last token that precedes one of the policy's."""
     host = batch.host or batch
-    segment_BT, mask_BT = host.segment_ids_BT.cpu().numpy(), host.mask_BT.cpu().numpy()
-    columns = segment_BT.shape[1]
-    flat, sampled = segment_BT.reshape(-1), mask_BT.reshape(-1)
-    opens = np.diff(flat, prepend=-1) != 0
-    opens[::columns] = True
-    starts = np.flatnonzero(opens)
-    ends = np.r_[starts[1:], len(flat)]
-    number = np.cumsum(opens) - 1
-    before = np.full(len(starts), -1)
-    if host.previous_BT is not None:
-        before = host.previous_BT.cpu().numpy().reshape(-1)[starts]
-    parents = np.where(before >= 0, number[starts // columns * columns + before], -1)
-    tails = np.zeros(len(starts), np.int64)  # one past the last token of the policy
-    places = np.flatnonzero(sampled)
-    np.maximum.at(tails, number[places], places + 1)
+    segment = host.segment_ids_BT.cpu().numpy()
+    columns, here = segment.shape[1], np.arange(segment.size)
+    begins = np.diff(segment, prepend=-1, axis=1).reshape(-1) != 0
+    computed = here
+    if host.computed_BT is not None:
+        computed = here - here % columns + host.computed_BT.cpu().numpy().reshape(-1)
+    is_own = (computed == here) & (segment.reshape(-1) > 0)
+    before = np.where(begins, -1, computed[here - 1])  # the token before each, where it is computed
+    opens = is_own & (begins | (before != here - 1))
+    # A segment ends where another trajectory leaves it, so that recurrent layers have a state there.
+    behind = before[opens & (before >= 0)] + 1
+    opens[behind] |= is_own[behind] & ~begins[behind]
+    starts, number = np.flatnonzero(opens), np.cumsum(opens) - 1
+    whole = np.bincount(number[is_own], minlength=len(starts))
+    parents = np.where(before[starts] >= 0, number[before[starts]], -1)
     # A token's log-prob comes from the state before it, and no state looks ahead: from the last token of the policy on,
-    # nothing of a segment matters. A shared prompt is whole, since its last state predicts the first token of each answer.
-    lengths = np.maximum(tails - 1 - starts, 0)
-    shared = np.unique(parents[(tails > 0) & (parents >= 0)])
-    lengths[shared] = (ends - starts)[shared]
-    needed = np.flatnonzero((lengths > 0) & (flat[starts] > 0))
+    # nothing of a segment matters. One that others continue is whole.
+    states = before[host.mask_BT.cpu().numpy().reshape(-1) & (before >= 0)]
+    lengths = np.zeros(len(starts), np.int64)
+    np.maximum.at(lengths, number[states], states - starts[number[states]] + 1)
+    for child in reversed(range(len(starts))):
+        if lengths[child] and parents[child] >= 0:
+            lengths[parents[child]] = whole[parents[child]]
+    needed = np.flatnonzero(lengths)
     renumbered = np.full(len(starts) + 1, -1)  # the entry at the end answers for parent -1
     renumbered[needed] = np.arange(len(needed))
-    tokens, positions = batch.token_ids_BT.flatten(), batch.position_ids_BT.flatten()
     return _Segments(
         starts[needed],
         lengths[needed],
         renumbered[parents[needed]],
-        tokens,
-        positions,
+        np.where(segment.reshape(-1) > 0, computed, here),
+        batch.token_ids_BT.flatten(),
+        batch.position_ids_BT.flatten(),
         batch.token_ids_BT.shape,
         None if batch.axes_BTA is None else batch.axes_BTA.flatten(0, 1),
         None if batch.feature_ids_BT is None else batch.feature_ids_BT.flatten(),
     )
 
 
+def _paths(parents: Ints) -> list[tuple[int, ...]]:
+    """Return the segments before each, from its root on."""
+    paths: list[tuple[int, ...]] = []
+    for parent in parents.tolist():  # which comes before what continues it
+        paths.append((*paths[parent], parent) if parent >= 0 else ())
+    return paths
+
+
 def _blocks(segments: _Segments) -> tuple[Ints, list[Block]]:
     """Return the order of the segments in the stream, roots first, and the blocks that they form."""
-    parents, lengths = segments.parents, segments.lengths
-    # The answers to one prompt are neighbours, the longest first. Similar ones are padded to one block, since a call of the
-    # kernel for each of them takes longer than the padding; unlike ones are not, since attention grows with the square.
-    order = np.lexsort((-lengths, parents))
-    root_place = {int(segment): place for place, segment in enumerate(order[parents[order] < 0])}
+    parents, lengths, paths = segments.parents, segments.lengths, _paths(segments.parents)
+    # Those that continue the same are neighbours, the longest first. Similar ones are padded to one block, since a call of
+    # the kernel for each of them takes longer than the padding; unlike ones are not, since attention grows with the square.
+    order = np.lexsort((-lengths, parents, np.array([len(path) for path in paths])))
+    place = np.argsort(order)
     blocks: list[Block] = []
     owner = None
     for segment in order:
         parent, length = int(parents[segment]), int(lengths[segment])
         if owner == parent and length >= SIMILAR * blocks[-1].length:
-            block = blocks[-1]
-            blocks[-1] = Block(block.count + 1, block.length, block.prompt, block.prompt_length)
+            blocks[-1] = replace(blocks[-1], count=blocks[-1].count + 1)
         else:
-            prompt_length = int(lengths[parent]) if parent >= 0 else 0
-            blocks.append(Block(1, length, root_place.get(parent, -1), prompt_length))
+            path = tuple((int(place[other]), int(lengths[other])) for other in paths[segment])
+            blocks.append(Block(1, length, path))
             owner = parent
     return order, blocks
 

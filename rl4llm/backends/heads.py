@@ -56,13 +56,20 @@ class ValueHead(nn.Module):
         return self.linear(hidden_ND.to(self.linear.weight.dtype)).sum(-1).float()
 
 
-def asked_tokens(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Return the flat positions (N,), b * T + t, of policy tokens with a predecessor, and those of the predecessors."""
-    columns, device, host = batch.token_ids_BT.shape[1], batch.token_ids_BT.device, batch.host or batch
-    before_BT = _previous(host)
-    asked_N = (host.mask_BT & (before_BT >= 0)).flatten().nonzero().squeeze(1)
-    before_N = asked_N.div(columns, rounding_mode="floor") * columns + before_BT.flatten()[asked_N]
-    return asked_N.to(device, non_blocking=True), before_N.to(device, non_blocking=True)
+def asked_tokens(batch: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the flat positions (N,), b * T + t, of policy tokens with a predecessor, which is on their left; those of the
+    tokens that are computed for them (U,), each once; and the entry of each token among those (N,)."""
+    device, host = batch.token_ids_BT.device, batch.host or batch
+    segments_BT, computed_BT = host.segment_ids_BT, host.computed_BT
+    continues_BT = F.pad(segments_BT[:, 1:] == segments_BT[:, :-1], (1, 0))
+    asked_N = (host.mask_BT & continues_BT).flatten().nonzero().squeeze(1)
+    once_U, entry_N = asked_N, torch.arange(len(asked_N), device=asked_N.device)
+    if computed_BT is not None:
+        columns = computed_BT.shape[1]
+        first_N = asked_N - asked_N % columns + computed_BT.flatten()[asked_N]
+        once_U, entry_N = first_N.unique(return_inverse=True)
+    asked_N, once_U, entry_N = (x.to(device, non_blocking=True) for x in (asked_N, once_U, entry_N))
+    return asked_N, once_U, entry_N
 
 
 def token_logprobs(
@@ -78,27 +85,30 @@ def token_logprobs(
     """Return log-probs (B, T), fp32, of the policy's tokens under the softmax at `temperature`; 0 for all others.
 
     `hidden_SD` holds the S hidden states that were computed, `place_BT` says which of them is each token's; without an
-    `output` layer they are logits already. `dtype` is that of the matrix products. With `entropy`, also the entropy
-    (B, T) of the distribution that each token was drawn from.
+    `output` layer they are logits already. What several trajectories share has one log-prob, whose gradient is the sum of
+    theirs. `dtype` is that of the matrix products. With `entropy`, also the entropy (B, T) of the distribution that each
+    token was drawn from.
     """
-    asked_N, before_N = asked_tokens(batch)
-    hidden_ND = hidden_SD.index_select(0, place_BT.flatten()[before_N])
-    targets_N = batch.token_ids_BT.flatten()[asked_N]
+    asked_N, once_U, entry_N = asked_tokens(batch)
+    hidden_UD = hidden_SD.index_select(0, place_BT.flatten()[once_U - 1])
+    targets_U = batch.token_ids_BT.flatten()[once_U]
     if output is None:
-        logprobs_N, entropy_N = logprobs_of_logits(
-            hidden_ND, targets_N, temperature=temperature, entropy=entropy
+        logprobs_U, entropy_U = logprobs_of_logits(
+            hidden_UD, targets_U, temperature=temperature, entropy=entropy
         )
     else:
-        logprobs_N, entropy_N = selected_logprobs(
-            hidden_ND, output, targets_N, temperature=temperature, entropy=entropy, dtype=dtype
+        logprobs_U, entropy_U = selected_logprobs(
+            hidden_UD, output, targets_U, temperature=temperature, entropy=entropy, dtype=dtype
         )
-    return _spread(logprobs_N, asked_N, batch), _spread(entropy_N, asked_N, batch) if entropy else None
+    logprobs_BT = _spread(logprobs_U[entry_N], asked_N, batch)
+    return logprobs_BT, _spread(entropy_U[entry_N], asked_N, batch) if entropy else None
 
 
 def token_values(hidden_SD: Tensor, place_BT: Tensor, batch: TrainBatch, value_head: ValueHead) -> Tensor:
     """Return values (B, T), fp32, of the state before each of the policy's tokens; 0 for all others."""
-    asked_N, before_N = asked_tokens(batch)
-    return _spread(value_head(hidden_SD.index_select(0, place_BT.flatten()[before_N])), asked_N, batch)
+    asked_N, once_U, entry_N = asked_tokens(batch)
+    values_U = value_head(hidden_SD.index_select(0, place_BT.flatten()[once_U - 1]))
+    return _spread(values_U[entry_N], asked_N, batch)
 
 
 def head_memory(
@@ -154,16 +164,6 @@ def logprobs_of_logits(
     logp_NV = (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(1)
     logprobs_N = logp_NV.gather(1, targets_N[:, None]).squeeze(1)
     return logprobs_N, -(logp_NV.exp() * logp_NV).sum(1) if entropy else torch.zeros_like(logprobs_N)
-
-
-def _previous(batch: TrainBatch) -> Tensor:
-    """Return the column of the token before each token, -1 without one."""
-    if batch.previous_BT is not None:
-        return batch.previous_BT
-    segments_BT = batch.segment_ids_BT
-    columns_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
-    continues_BT = F.pad(segments_BT[:, 1:] == segments_BT[:, :-1], (1, 0))
-    return torch.where(continues_BT, columns_T - 1, -1)
 
 
 def _spread(values_N: Tensor, positions_N: Tensor, batch: TrainBatch) -> Tensor:

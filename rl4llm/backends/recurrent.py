@@ -1,6 +1,6 @@
-"""Recurrent layers over a stream of segments: each segment starts from the state after the prompt that it continues.
+"""Recurrent layers over a stream of segments: each segment starts from the state after the one that it continues.
 
-transformers' own modules compute each block, as rows with a cache of states. A prompt that several segments share is
+transformers' own modules compute each block, as rows with a cache of states. A segment that several others continue is
 computed once, and they get copies of its states, through which gradients flow.
 """
 
@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rl4llm.backends.attention import Block, Stream
+from rl4llm.backends.attention import Stream
 
 CACHES = ("cache_params", "past_key_values")
 """What modules call the argument with the cache."""
@@ -64,32 +64,40 @@ class StreamedModule(nn.Module):
         if stream is None:
             return super().forward(hidden_states, *others, **options)
         x = hidden_states[0] if stream.pad_M is None else hidden_states[0].index_select(0, stream.pad_M)
-        prompts = {block.prompt: block.prompt_length for block in stream.blocks if block.prompt_length}
+        ends = dict(block.path[-1] for block in stream.blocks if block.path)
         after: dict[int, States] = {}
-        outs, roots = [], 0
+        outs, first = [], 0
         for block, part in zip(
             stream.blocks, x.split([item.count * item.length for item in stream.blocks]), strict=True
         ):
             rows = part.unflatten(0, (block.count, block.length))
-            if block.prompt_length:
-                out = self._rows(rows, after[block.prompt].repeated(block.count))
-            else:
-                out = self._roots(rows, block, range(roots, roots + block.count), prompts, after)
-                roots += block.count
-            outs.append(out.flatten(0, 1))
+            before = after[block.path[-1][0]] if block.path else None
+            outs.append(
+                self._block(rows, before, range(first, first + block.count), ends, after).flatten(0, 1)
+            )
+            first += block.count
         out = torch.cat(outs)
         return (out if stream.unpad_N is None else out.index_select(0, stream.unpad_N))[None]
 
-    def _roots(
-        self, rows: Tensor, block: Block, numbers: range, prompts: dict[int, int], after: dict[int, States]
+    def _block(
+        self,
+        rows: Tensor,
+        before: States | None,
+        numbers: range,
+        ends: dict[int, int],
+        after: dict[int, States],
     ) -> Tensor:
-        """Compute segments that continue none; keep the states after those that others continue, without padding."""
-        if prompts.keys().isdisjoint(numbers):
-            return self._rows(rows, States(self.number_of_states))
+        """Compute the segments of these numbers; keep the states at the `ends` of those that others continue."""
+
+        def states(count: int) -> States:
+            return States(self.number_of_states) if before is None else before.repeated(count)
+
+        if ends.keys().isdisjoint(numbers):
+            return self._rows(rows, states(len(rows)))
         outs = []
         for number, row in zip(numbers, rows.split(1), strict=True):
-            length, after[number] = prompts.get(number, block.length), States(self.number_of_states)
-            outs.append(F.pad(self._rows(row[:, :length], after[number]), (0, 0, 0, block.length - length)))
+            length, after[number] = ends.get(number, rows.shape[1]), states(1)
+            outs.append(F.pad(self._rows(row[:, :length], after[number]), (0, 0, 0, rows.shape[1] - length)))
         return torch.cat(outs)
 
     def _rows(self, rows: Tensor, states: States) -> Tensor:

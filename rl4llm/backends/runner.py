@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -233,29 +234,32 @@ def _agree(one: Tensor, other: Tensor) -> bool:
 
 
 def _probe_batch(model: PreTrainedModel) -> TrainBatch:
-    """Return a batch of a shared prompt with two continuations and a separate trajectory; their lengths differ.
+    """Return a batch of three trajectories that share a prompt, two of them more, and of a separate one.
 
     Where the model sees images, the prompt has one.
     """
     tower = tower_of(model)
     prompt = 3 if tower is None else len(tower.sequence[0])
-    lengths, T = (prompt, 2, 5, 4), prompt + 11
-    segments = torch.tensor([[segment for segment, length in enumerate(lengths, 1) for _ in range(length)]])
-    positions = [*range(prompt), *range(prompt, prompt + 2), *range(prompt, prompt + 5), *range(4)]
-    sampled = [False] * prompt + [True] * 7 + [False] * 3 + [True]
-    previous = [place - 1 for place in range(T)]
-    previous[prompt + 2], previous[prompt + 7] = prompt - 1, -1
-    vocabulary = model.config.get_text_config().vocab_size
+    lengths, branch = (prompt + 2, prompt + 5, prompt + 6, 4), prompt + 3
+    begins, T = np.cumsum(lengths) - lengths, sum(lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    computed = np.arange(T)
+    computed[begins[1] : begins[1] + prompt] = range(prompt)
+    computed[begins[2] : begins[2] + branch] = computed[begins[1] : begins[1] + branch]
+    sampled = positions >= prompt
+    sampled[-1] = True
     zeros = torch.zeros(1, T)
     return TrainBatch(
-        token_ids_BT=torch.arange(1, T + 1)[None] * 7 % vocabulary,
-        position_ids_BT=torch.tensor([positions]),
-        segment_ids_BT=segments,
-        mask_BT=torch.tensor([sampled]),
+        token_ids_BT=torch.from_numpy(1 + computed * 7 % (model.config.get_text_config().vocab_size - 1))[
+            None
+        ],
+        position_ids_BT=torch.from_numpy(positions)[None],
+        segment_ids_BT=torch.from_numpy(np.repeat([1, 2, 3, 4], lengths))[None],
+        mask_BT=torch.from_numpy(sampled)[None],
         sampled_logprobs_BT=zeros,
         credits_BT=zeros,
         weights_BT=zeros,
-        previous_BT=torch.tensor([previous]),
+        computed_BT=torch.from_numpy(computed)[None],
         **({} if tower is None else tower.among(positions, alone=4)),
     ).to(next(model.parameters()).device)
 

@@ -1,11 +1,11 @@
-"""Attention of all segments of a row in one call: each has its own queries, and the keys of its prompt before its own.
+"""Attention of all segments of a row in one call: each has its own queries, and the keys of its prefix before its own.
 
 Flash attention takes tokens in rows (N, heads, width) and the ends of each segment, so nothing is padded and no mask is
 stored. torch has it as `varlen_attn`, for 16-bit numbers on GPUs. It is used where it gives the numbers and gradients of
 `plain_varlen`.
 
-The keys of a prompt are copied once for each of its answers. `varlen_attn` of torch 2.13 cannot train without the copy: its
-block tables are for inference only, and it drops the gradient of the log-sum-exp by which two calls could be merged.
+The keys of a prefix are copied once for each segment behind it. `varlen_attn` of torch 2.13 cannot train without the copy:
+its block tables are for inference only, and it drops the gradient of the log-sum-exp by which two calls could be merged.
 """
 
 from __future__ import annotations
@@ -45,20 +45,19 @@ class Spans:
 
     @classmethod
     def of(cls, kernel: Kernel, lengths: Ints, parents: Ints, device: torch.device) -> Spans:
-        """Return the spans of segments that follow each other; `parents` are the segments of their prompts, -1: none."""
-        begins = np.cumsum(lengths) - lengths
-        before = np.where(parents >= 0, lengths[parents], 0)
-        totals = before + lengths
-        within = np.arange(int(totals.sum())) - np.repeat(np.cumsum(totals) - totals, totals)
-        prompts, offsets = np.repeat(begins[parents], totals), np.repeat(begins - before, totals)
-        keys = np.where(within < np.repeat(before, totals), prompts, offsets) + within
+        """Return the spans of segments that follow each other; `parents` are those that they continue, -1: none."""
+        keys: list[Ints] = []  # of each segment
+        for start, length, parent in zip(np.cumsum(lengths) - lengths, lengths, parents, strict=True):
+            own = np.arange(start, start + length)
+            keys.append(np.concatenate([keys[parent], own]) if parent >= 0 else own)
+        totals = np.array([len(places) for places in keys])
 
         def placed(numbers: Ints, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(numbers).to(device, dtype, non_blocking=True)
 
         return cls(
             kernel,
-            placed(keys, torch.int64),
+            placed(np.concatenate(keys), torch.int64),
             placed(np.r_[0, np.cumsum(lengths)], torch.int32),
             placed(np.r_[0, np.cumsum(totals)], torch.int32),
             int(lengths.max()),
@@ -74,7 +73,7 @@ class Spans:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by index. A prompt's row is taken once for each of its answers, so its gradients are added up in fp32."""
+    """Rows by index. A prefix's row is taken once for each segment behind it, so its gradients are added up in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places_M: Tensor) -> Tensor:
@@ -143,7 +142,7 @@ def _difference(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
 ) -> float:
     """Return the largest relative difference of outputs and gradients from `plain_varlen`, with a window and without."""
-    lengths, parents = np.array([9, 5, 70, 3]), np.array([-1, -1, 0, 0])
+    lengths, parents = np.array([9, 5, 70, 3, 4]), np.array([-1, -1, 0, 0, 3])
     generator = torch.Generator().manual_seed(0)
     random = [
         torch.randn(int(lengths.sum()), count, width, generator=generator).to(device, dtype)

@@ -284,9 +284,10 @@ class TrainBatch:
     the step's loss; the sum over all batches of all ranks is fixed once per optimizer step, so neither packing nor
     micro-batches nor ranks change the gradient.
 
-    With prefix sharing, a prompt is in the row once, as a separate segment, and the segments of its trajectories begin
-    after it. Then `previous_BT` has the column of the token before each token, -1 without one; a shared prompt begins
-    with -1. By default it is the column to the left within the segment.
+    With prefix sharing, tokens with which several trajectories of a row begin are computed once. Then `computed_BT` has the
+    column of the token that is computed for each: its own, or that of the same token after the same tokens in a
+    trajectory further left; -1 for padding. A trajectory begins with the token before the first one that it computes or
+    trains, at its position.
 
     `group_ids_BT` numbers the groups of a step, `record_ids_BT` the token records of the update, in which
     `position_ids_BT` gives the place of a policy token. `divergence` () is an estimate for the whole step; the
@@ -305,7 +306,7 @@ class TrainBatch:
     sampled_logprobs_BT: Tensor
     credits_BT: Tensor
     weights_BT: Tensor
-    previous_BT: Tensor | None = None
+    computed_BT: Tensor | None = None
     group_ids_BT: Tensor | None = None
     record_ids_BT: Tensor | None = None
     axes_BTA: Tensor | None = None
@@ -322,6 +323,14 @@ class TrainBatch:
     advantages_BT = FilledLater("the algorithm's `assign` fills it")
     returns_BT = FilledLater("the `assign` of an algorithm with a critic fills it")
     divergence = FilledLater("the trainer fills it for an algorithm whose `needs` say mismatched=True")
+
+    @property
+    def is_computed_BT(self) -> Tensor:
+        """Which tokens are computed for themselves: all except padding and those that prefix sharing leaves out."""
+        if self.computed_BT is None:
+            return self.segment_ids_BT > 0
+        columns_T = torch.arange(self.computed_BT.shape[1], device=self.computed_BT.device)
+        return self.computed_BT == columns_T
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], images: tuple[Image, ...] = ()) -> TrainBatch:

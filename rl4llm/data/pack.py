@@ -19,7 +19,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.registry import Registry, load
 from rl4llm.core.types import TrainBatch, Trajectory
-from rl4llm.data.layouts import LAYOUTS, NEVER, Lengths, Pieces, first_fit
+from rl4llm.data.layouts import LAYOUTS, NEVER, Lengths, Pieces, depth_first, first_fit, without_short
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -103,15 +103,16 @@ class Batching:
             _parts(trained, prompts, lengths, budget) if self.whole_groups else filter(None, [trained])
         ):
             chosen = [trajectories[i] for i in part]
+            seen = any(span.images for trajectory in chosen for span in trajectory.spans)
+            images = load("rl4llm.data.shown:Shown").of(chosen, self.positions) if seen else None
             flat = _flatten(
                 chosen,
                 [credits[i] for i in part],
                 weights=weights[part],
                 prompts=prompts[part],
                 records=np.array(part, np.int64),
+                image_ids=images.image_ids if images else None,
             )
-            seen = any(span.images for trajectory in chosen for span in trajectory.spans)
-            images = load("rl4llm.data.shown:Shown").of(chosen, self.positions) if seen else None
             room = int(flat.lengths.max()) * len(part) if self.whole_groups else budget
             placed = LAYOUTS[self.layout](flat, room).by_batch()
             batches += [_batch(flat, images, pieces, self.pad_token_id) for pieces in placed]
@@ -189,7 +190,13 @@ class _Flat(Lengths):
 
 
 def _flatten(
-    trajectories: list[Trajectory], credits: list[Credit], *, weights: Floats, prompts: Ints, records: Ints
+    trajectories: list[Trajectory],
+    credits: list[Credit],
+    *,
+    weights: Floats,
+    prompts: Ints,
+    records: Ints,
+    image_ids: Ints | None,
 ) -> _Flat:
     spans = [span for trajectory in trajectories for span in trajectory.spans]
     counts = np.array([len(trajectory.spans) for trajectory in trajectories])
@@ -200,21 +207,18 @@ def _flatten(
     logprobs[mask] = _chained([span.logprobs for span in spans if span.logprobs is not None], np.float32)
     first_span = np.cumsum(counts) - counts
     lengths = np.add.reduceat(sizes, first_span)
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    # Trajectories that share a prompt form a group; one that begins with the policy is alone.
-    firsts = (
-        (one.group_key, one.spans[0].token_ids, one.spans[0].images)
-        if one.spans[0].author == "context" and one.spans[0].token_ids
-        else number
-        for number, one in enumerate(trajectories)
-    )
+    owner, starts = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
+    token_ids = _chained([span.token_ids for span in spans], np.int64)
+    symbols = token_ids if image_ids is None else np.where(image_ids >= 0, -1 - image_ids, token_ids)
+    order, shared = depth_first(np.split(symbols, starts[1:]), prompts)
     return _Flat(
         lengths=lengths,
-        prompt_lengths=np.where(sampled[first_span], 0, sizes[first_span]),
-        groups=_numbered(firsts),
+        openings=np.flatnonzero(mask)[np.unique(owner[mask], return_index=True)[1]] - starts,
+        order=order,
+        shared=without_short(shared, prompts[order]),
         group_ids=prompts[owner],
         record_ids=records[owner],
-        token_ids=_chained([span.token_ids for span in spans], np.int64),
+        token_ids=token_ids,
         mask=mask,
         logprobs=logprobs,
         credits=np.repeat(_span_credits(trajectories, credits), sizes).astype(np.float32),
@@ -262,12 +266,7 @@ def _batch(flat: _Flat, shown: Any, pieces: Pieces, pad_token_id: int) -> TrainB
 
     images, numbers = shown.features(source) if shown else ((), None)
     axes = shown.axes if shown and images else None
-    previous = None
-    # Only prefix sharing needs it: the last token of a prompt predicts the first ones of several answers, far from it.
-    if (pieces.previous != NEVER).any():
-        column_before = column - 1
-        column_before[begins] = pieces.previous
-        previous = spread(column_before, NEVER)
+    computed = _computed_columns(pieces) if pieces.shared.any() else None
     return TrainBatch(
         token_ids_BT=spread(flat.token_ids[source], pad_token_id),
         position_ids_BT=spread(np.repeat(pieces.position, pieces.length) + within),
@@ -276,13 +275,26 @@ def _batch(flat: _Flat, shown: Any, pieces: Pieces, pad_token_id: int) -> TrainB
         sampled_logprobs_BT=spread(flat.logprobs[source]),
         credits_BT=spread(flat.credits[source]),
         weights_BT=spread(flat.weights[source]),
-        previous_BT=previous,
+        computed_BT=None if computed is None else spread(computed, NEVER),
         group_ids_BT=spread(flat.group_ids[source], NEVER),
         record_ids_BT=spread(flat.record_ids[source], NEVER),
         axes_BTA=None if axes is None else spread(axes[source]),
         feature_ids_BT=spread(numbers, NEVER) if images and numbers is not None else None,
         images=images,
     )
+
+
+def _computed_columns(pieces: Pieces) -> Ints:
+    """Return the column of the token that is computed for each token of the pieces."""
+    columns: list[Ints] = []
+    record = np.zeros(0, np.int64)  # the columns of all its tokens, also of those without a place
+    for column, length, position, shared in zip(
+        pieces.column, pieces.length, pieces.position, pieces.shared, strict=True
+    ):
+        own = column - position + np.arange(shared, position + length)
+        record = np.concatenate([record[:shared], own])
+        columns.append(record[position:])
+    return np.concatenate(columns)
 
 
 def filler(pad_token_id: int) -> TrainBatch:

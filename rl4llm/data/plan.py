@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl4llm.data.layouts import LAYOUTS, NEVER, Lengths
+from rl4llm.data.layouts import LAYOUTS, Lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,10 @@ def plan_batches(
     """Return how prompts x samples x roles become micro-batches if every trajectory is as long as it may be."""
     longest = max_prompt_tokens + max_new_tokens
     groups = math.ceil(prompts * roles / updates)
-    lengths = np.full(groups * samples, longest, np.int64)
-    owners = np.repeat(np.arange(groups), samples)
-    pieces = LAYOUTS[layout](
-        Lengths(lengths, np.full_like(lengths, max_prompt_tokens), owners), max_tokens_per_batch
-    )
-    batches = pieces.by_batch()
+    order = np.arange(groups * samples)
+    shared = np.where(order % samples, max_prompt_tokens, 0)
+    lengths = Lengths(np.full_like(order, longest), np.full_like(order, max_prompt_tokens), order, shared)
+    batches = LAYOUTS[layout](lengths, max_tokens_per_batch).by_batch()
     return BatchPlan(
         prompts,
         samples,
@@ -86,8 +84,6 @@ def plan_batches(
         max_prompt_tokens,
         max_new_tokens,
         updates=updates,
-        tokens=tuple(int(piece.length.sum()) for piece in batches),
-        sequences=tuple(
-            int(((piece.previous != NEVER) | (piece.length == longest)).sum()) for piece in batches
-        ),
+        tokens=tuple(int((piece.position + piece.length - piece.shared).sum()) for piece in batches),
+        sequences=tuple(len(piece.length) for piece in batches),
     )

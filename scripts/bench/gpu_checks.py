@@ -175,7 +175,7 @@ def _planned(backend: TorchBackend, batch: Any, precision: Precision, case: dict
     """Return the bytes of each part of a plan."""
     stream, shape = stream_of(batch), shape_of(backend.model)
     tokens = stream.token_ids_1N.shape[1]
-    keys = tokens + sum(block.count * block.prompt_length for block in stream.blocks)
+    keys = tokens + sum(block.count * length for block in stream.blocks for _, length in block.path)
     kept = shape.activations(precision, tokens, keys, checkpointing=case.get("checkpointing", False))
     return asdict(TorchBackend.memory(shape, precision, {})) | {
         "activations": kept + shape.working(precision, tokens, backward=True),

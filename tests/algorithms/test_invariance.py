@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from invariance import ARRANGEMENTS, BASE, Arrangement, groups, invariance_error, outcome
-from packed import micro_batches
+from packed import micro_batches, tries
 from recipes import RECIPES, SHARED, TURNS
 from sweeps import sampled
 
@@ -242,3 +242,67 @@ def test_arrangement_does_not_change_a_real_models_gradient(name, model):
     for layout, budget in (("packed", 4096), ("shared", 64), ("sorted", 32)):
         for key, tensor in gradient(layout, budget).items():
             torch.testing.assert_close(tensor, expected[key], atol=1e-6, rtol=1e-4, msg=f"{layout} {key}")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (
+            "grpo",
+            {
+                "kl_coef": 0.1,
+                "entropy_coef": 0.2,
+                "old_logprobs": "recomputed",
+                "correction": "sequence_tis",
+            },
+        ),
+        ("gspo", {}),
+        ("gmpo", {}),
+        ("ppo", {"kl_coef": 0.1, "kl_in": "reward"}),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_a_shared_token_trains_in_each_record_as_if_alone(name, options, model, monkeypatch):
+    """Tries of records whose rewards and sampled log-probs differ, through the passes of all models and both updates."""
+    monkeypatch.setattr("rl4llm.data.layouts.SHORTEST", 1)
+    members = tries(seed=5)
+    found = [Group(name, tuple(one for one in members if one.prompt_id == name)) for name in ("t0", "t1")]
+    algorithm = ALGORITHMS[name](**options)
+
+    def gradient(layout, budget):
+        policy, reference = (TorchBackend(copy.deepcopy(model), lr=0.0) for _ in range(2))
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.05)
+        critic = TorchBackend(copy.deepcopy(model), value_head=ValueHead(model.config.hidden_size), lr=0.0)
+        torch.nn.init.constant_(critic._module.value_head.linear.weight, 0.1)
+        preparation = Preparation(
+            algorithm=algorithm, policy=policy, critic=critic, reference=reference, temperature=0.8,
+            batching=Batching(layout, algorithm.aggregation, 0, budget, 2048, updates_per_rollout=2, constant_length=18),
+        )  # fmt: skip
+        grads, tokens, entropy = {}, 0, algorithm.needs().entropy
+        for number, update in enumerate(preparation.prepare(found, step=100).updates):
+            of_critic = update.model == "critic"
+            trained, loss = (
+                (critic, algorithm.value_losses) if of_critic else (policy, algorithm.token_losses)
+            )
+            for batch in update.batches:
+                passes = {} if of_critic else {"temperature": 0.8, "entropy": entropy}
+                trained.forward_backward(
+                    batch,
+                    (lambda batch, numbers_BT, _, loss=loss: loss(batch, numbers_BT)) if of_critic else loss,
+                    **passes,
+                )
+                tokens += int(batch.is_computed_BT.sum())
+            grads |= {
+                (number, key): parameter.grad.clone() for key, parameter in trained.model.named_parameters()
+            }
+        return grads, tokens
+
+    expected, flat = gradient("sorted", 1)
+    assert max(tensor.abs().max() for tensor in expected.values()) > 1e-3
+    for budget in (1000, 60):
+        grads, tokens = gradient("shared", budget)
+        assert tokens < 0.8 * flat
+        for key, tensor in grads.items():
+            torch.testing.assert_close(tensor, expected[key], atol=1e-6, rtol=1e-4, msg=f"{budget} {key}")

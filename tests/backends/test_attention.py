@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from packed import micro_batches
+from packed import micro_batches, predecessor, tries
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rl4llm.backends import varlen
@@ -65,14 +65,14 @@ def test_rows_repeat_the_prompt_and_number_positions_from_zero():
 def reference(batch, stream, q, k, v, scaling, window=None, sinks=None):
     """Compute attention with the mask spelled out: each token sees itself and those before it."""
     total = q.shape[2]
-    place, previous = stream.place_BT[0].tolist(), batch.previous_BT[0].tolist()
+    place = stream.place_BT[0].tolist()
     allowed = torch.zeros(total, total, dtype=torch.bool)
     for column, query in enumerate(place):
         seen = column
         for _ in range(window or total):
-            if query >= 0 and seen >= 0:
+            if query >= 0 and seen is not None:
                 allowed[query, place[seen]] = True
-                seen = previous[seen]
+                seen = predecessor(batch, 0, seen)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     bias = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
     if sinks is not None:  # a key of zeros whose score is the sink's, and whose value is zero
@@ -87,15 +87,17 @@ def reference(batch, stream, q, k, v, scaling, window=None, sinks=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
 @pytest.mark.parametrize("kernel", [None, plain_varlen], ids=["blocks", "one call"])
-def test_attention_sees_the_shared_prompt_and_its_own_past_only(window, dtype, sinks, kernel):
+def test_attention_sees_its_ancestors_and_its_own_past_only(window, dtype, sinks, kernel, monkeypatch):
+    monkeypatch.setattr("rl4llm.data.layouts.SHORTEST", 1)
     torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
     group = [
-        trajectory("a", [1] * 7, [2] * int(torch.randint(2, 12, (1,), generator=generator))) for _ in range(5)
-    ] + [trajectory(f"c{n}", [3] * (3 + n), [4] * 6) for n in range(3)]
+        *(trajectory("a", [1] * 7, [10 + n, *[2] * n]) for n in (2, 7, 11, 3, 8)),
+        *(trajectory(f"c{n}", [3] * (3 + n), [4] * 6) for n in range(3)),
+        *tries(),
+    ]
     batch = batch_of(group)
     stream = stream_of(batch, kernel)
-    assert stream.pad_M is not None and any(block.prompt_length for block in stream.blocks)
+    assert stream.pad_M is not None and max(len(block.path) for block in stream.blocks) > 1
     total = stream.token_ids_1N.shape[1]
     q, k, v = (torch.randn(1, heads, total, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
     options = {"scaling": 0.3, "stream": stream, "sliding_window": window, "s_aux": sinks}

@@ -124,28 +124,32 @@ def test_no_token_at_all_is_no_error():
     assert logprobs_N.shape == (0,) and not weight_VD.grad.any()
 
 
-def batch_of(segments, mask, previous=None):
+def batch_of(segments, mask, computed=None):
     segments_BT = torch.tensor(segments)
     zeros_BT = torch.zeros(segments_BT.shape)
     return TrainBatch(
         token_ids_BT=segments_BT, position_ids_BT=segments_BT, segment_ids_BT=segments_BT,
         mask_BT=torch.tensor(mask, dtype=torch.bool), sampled_logprobs_BT=zeros_BT, credits_BT=zeros_BT,
-        weights_BT=zeros_BT, previous_BT=None if previous is None else torch.tensor(previous),
+        weights_BT=zeros_BT, computed_BT=None if computed is None else torch.tensor(computed),
     )  # fmt: skip
 
 
 def test_a_token_is_predicted_within_its_trajectory_only():
     batch = batch_of([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]], [[0, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
-    asked_N, before_N = asked_tokens(batch)
-    assert asked_N.tolist() == [1, 2, 4, 6]
-    assert before_N.tolist() == [0, 1, 3, 5]
+    asked_N, once_U, entry_N = asked_tokens(batch)
+    assert asked_N.tolist() == once_U[entry_N].tolist() == [1, 2, 4, 6]
 
 
-def test_the_end_of_a_shared_prompt_predicts_each_first_token():
-    batch = batch_of([[1, 1, 2, 2, 3]], [[0, 0, 1, 1, 1]], [[-1, 0, 1, 2, 1]])
-    asked_N, before_N = asked_tokens(batch)
-    assert asked_N.tolist() == [2, 3, 4]
-    assert before_N.tolist() == [1, 2, 1]
+def test_a_token_of_several_trajectories_is_predicted_once():
+    batch = batch_of(
+        [[1, 1, 1, 1, 2, 2, 2, 3, 3]],
+        [[0, 0, 1, 1, 0, 1, 1, 0, 1]],
+        [[0, 1, 2, 3, 1, 2, 6, 6, 8]],
+    )
+    asked_N, once_U, entry_N = asked_tokens(batch)
+    assert asked_N.tolist() == [2, 3, 5, 6, 8]
+    assert once_U[entry_N].tolist() == [2, 3, 2, 6, 8]
+    assert len(once_U) == 4
 
 
 MEMORY = """

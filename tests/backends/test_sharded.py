@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed import micro_batches
+from packed import micro_batches, tries
 from safetensors.torch import load_file
 from sweeps import sampled
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,10 +142,14 @@ def first_gradients(ranks, model, parts_of, shard, options, passes):
 
 # two ranks with DDP take the steps of one above
 @pytest.mark.parametrize("shard", sampled(SHARDS, ["fsdp2"]))
-def test_no_layout_and_no_split_over_ranks_changes_the_gradient(on_ranks, build, trajectories, shard):
+def test_no_layout_and_no_split_over_ranks_changes_the_gradient(
+    on_ranks, build, trajectories, shard, monkeypatch
+):
     options, passes = {"lr": 0.0, "dtype": torch.float64}, {"temperature": 0.7, "entropy": True}
+    monkeypatch.setattr("rl4llm.data.layouts.SHORTEST", 1)
+    trajectories += tries()
     layouts = {layout: packed(trajectories, layout) for layout in ("sorted", "packed", "shared")}
-    ((loss, expected),) = first_gradients(Ranks(), build(), [[layouts["shared"]]], "none", options, passes)
+    ((loss, expected),) = first_gradients(Ranks(), build(), [[layouts["sorted"]]], "none", options, passes)
     parts_of = [split(batches, number) for batches in layouts.values() for number in (0, 1, 4)]
     for found in on_ranks(first_gradients, build(), parts_of, shard, options, passes):
         for total, grads in found:

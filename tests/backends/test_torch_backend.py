@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from packed import micro_batches as packed
-from packed import pack
+from packed import pack, tries
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +16,7 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError
 from rl4llm.core.types import TokenSpan, Trajectory
+from rl4llm.data.layouts import LAYOUTS
 from rl4llm.data.pack import totals_of
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
@@ -82,13 +83,30 @@ def test_every_layout_gives_the_plain_models_loss_and_gradient(build, trajectori
         assert_same(gradients(backend, packed(trajectories, layout)), expected)
 
 
+@pytest.mark.parametrize("shortest", [1, 3])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen3_5", "falcon_h1"])
+def test_sharing_any_prefix_keeps_the_plain_models_gradient(build, monkeypatch, architecture, shortest):
+    monkeypatch.setattr("rl4llm.data.layouts.SHORTEST", shortest)
+    recurrent = architecture in ("qwen3_5", "falcon_h1")  # their kernels compute in float32
+    model = load_model(build(architecture), dtype=torch.float32 if recurrent else torch.float64)
+    backend = TorchBackend(model, lr=1e-3)
+    assert (backend.layout("shared") == "shared") == (architecture not in ("gemma2", "falcon_h1"))
+    for seed in (0, 1):
+        expected = naive_gradients(model, tries(seed))
+        for budget in (1000, 45):
+            found = gradients(backend, packed(tries(seed), "shared", budget))
+            assert_same(found, expected, 2e-5 if recurrent else 1e-6)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_the_llama_family_runs_as_one_row_without_padding(build, architecture):
     assert backend_of(build(architecture)).info()["batches as"] == "one row without padding"
 
 
 def test_a_model_that_caps_attention_scores_uses_padded_rows(build):
-    assert backend_of(build("gemma2")).info()["batches as"] == "padded rows"
+    backend = backend_of(build("gemma2"))
+    assert backend.info()["batches as"] == "padded rows"
+    assert {backend.layout(layout) for layout in LAYOUTS} == {"sorted"}
 
 
 def test_a_model_that_scales_its_logits_computes_them_itself(build, trajectories):

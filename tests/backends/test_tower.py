@@ -152,7 +152,7 @@ def test_same_tokens_with_another_image_give_other_logprobs(seen):
     assert (backend.forward(batch) - backend.forward(another)).abs().max() > 0.01
 
 
-def test_samples_with_another_image_share_no_prompt(seen):
+def test_samples_with_another_image_share_what_is_before_it(seen):
     _, vision, trajectories = seen
     first = trajectories[1].spans[0]
     places = tuple(
@@ -161,7 +161,7 @@ def test_samples_with_another_image_share_no_prompt(seen):
     )
     other = replace(trajectories[1], spans=(replace(first, images=places), *trajectories[1].spans[1:]))
     (batch,) = packed([trajectories[1], other], vision)
-    assert (batch.segment_ids_BT > 0).sum() == 2 * trajectories[1].num_tokens
+    assert batch.is_computed_BT.sum() == 2 * trajectories[1].num_tokens - places[0].offset
 
 
 def test_each_image_is_computed_once(seen, monkeypatch):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from packed import pack
+from packed import pack, predecessor, tries
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TokenSpan, Trajectory
@@ -64,29 +64,27 @@ def added(*totals):
 
 
 def tokens_in(batch):
-    return int((batch.segment_ids_BT > 0).sum())
+    return int(batch.is_computed_BT.sum())
 
 
 def read_back(batch):
-    """Return the trajectories of a batch, each as a list of (token, position, sampled, log-prob, credit, weight)."""
+    """Return the records of a batch, each as a list of (token, position, sampled, log-prob, credit, weight)."""
     columns = (
         batch.token_ids_BT, batch.position_ids_BT, batch.mask_BT,
         batch.sampled_logprobs_BT, batch.credits_BT, batch.weights_BT,
     )  # fmt: skip
     found = []
-    for row in range(batch.token_ids_BT.shape[0]):
-        segments, chains = batch.segment_ids_BT[row].tolist(), {}
-        parents = set()
-        for column, segment in enumerate(segments):
-            if segment == 0:
-                continue
-            if segment not in chains:
-                before = -1 if batch.previous_BT is None else int(batch.previous_BT[row, column])
-                if before >= 0:
-                    parents.add(segments[before])
-                chains[segment] = list(chains[segments[before]]) if before >= 0 else []
-            chains[segment].append(tuple(x[row, column].item() for x in columns))
-        found += [chain for segment, chain in chains.items() if segment not in parents]
+    for row, segments in enumerate(batch.segment_ids_BT.tolist()):
+        for segment in dict.fromkeys(filter(None, segments)):
+            column, chain = len(segments) - 1 - segments[::-1].index(segment), []
+            while column is not None:
+                token, position, *numbers = (x[row, column].item() for x in columns)
+                # what stands in the place of another record is not trained in this one
+                chain.insert(
+                    0, (token, position, *(numbers if segments[column] == segment else [False, 0, 0, 0]))
+                )
+                column = predecessor(batch, row, column)
+            found.append(chain)
     return found
 
 
@@ -113,13 +111,14 @@ def test_every_trajectory_is_in_exactly_one_batch_as_recorded(layout):
 @pytest.mark.parametrize("budget", [60, 100, 1000])
 def test_no_batch_exceeds_the_budget(layout, budget):
     batches = packed(random_trajectories(groups=8, samples=5), layout=layout, budget=budget)
-    assert max(batch.token_ids_BT.numel() for batch in batches) <= budget
+    padding = [int((batch.segment_ids_BT == 0).sum()) for batch in batches]
+    assert max(map(sum, zip(map(tokens_in, batches), padding, strict=True))) <= budget
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
 def test_filled_rows_have_no_padding(layout):
     for batch in packed(random_trajectories(groups=6, samples=4), layout=layout):
-        assert tokens_in(batch) == batch.token_ids_BT.numel()
+        assert (batch.segment_ids_BT > 0).all()
 
 
 def test_padding_counts_nothing():
@@ -134,10 +133,88 @@ def test_a_shared_prompt_comes_once_before_its_trajectories():
     prompt = [11, 12, 13]
     one = [trajectory("a", prompt, [21, 22]), trajectory("a", prompt, [31]), trajectory("b", [11, 12], [41])]
     (batch,) = packed(one, layout="shared")
-    assert batch.token_ids_BT.tolist() == [[11, 12, 13, 21, 22, 31, 11, 12, 41]]
-    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
-    assert batch.previous_BT.tolist() == [[-1, 0, 1, 2, 3, 2, -1, 6, 7]]
-    assert batch.segment_ids_BT.tolist() == [[1, 1, 1, 2, 2, 3, 4, 4, 4]]
+    assert batch.token_ids_BT.tolist() == [[11, 12, 13, 21, 22, 13, 31, 11, 12, 41]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2]]
+    assert batch.computed_BT.tolist() == [[0, 1, 2, 3, 4, 2, 6, 7, 8, 9]]
+    assert batch.segment_ids_BT.tolist() == [[1, 1, 1, 1, 1, 2, 2, 3, 3, 3]]
+
+
+@pytest.fixture(params=[1, 4])
+def shortest(request, monkeypatch):
+    """Share runs of this many tokens, which the tries of tests have."""
+    monkeypatch.setattr("rl4llm.data.layouts.SHORTEST", request.param)
+    return request.param
+
+
+def recorded(one, credit, weight):
+    """Return what a batch holds of a record, as `read_back` gives it."""
+    chain = []
+    for span in one.spans:
+        sampled = span.author == "policy"
+        for number, token in enumerate(span.token_ids):
+            numbers = (span.logprobs[number], credit, weight) if sampled else (0.0, 0.0, 0.0)
+            chain.append((token, len(chain), sampled, *numbers))
+    return chain
+
+
+def in_order(chains):
+    """Return chains in an order, with the numbers of float32."""
+    return sorted([tuple(np.float32(x).item() for x in item) for item in chain] for chain in chains)
+
+
+@pytest.mark.parametrize("budget", [20, 45, 1000])
+@pytest.mark.parametrize("seed", range(4))
+def test_records_of_a_trie_stay_what_they_are_under_the_budget(seed, budget, shortest):
+    trajectories = tries(seed)
+    credits = [0.5 - 0.1 * number for number in range(len(trajectories))]
+    batches = packed(trajectories, credits, "shared", budget)
+    weight = 1 / totals_of(trajectories).tokens
+    expected = [recorded(one, credit, weight) for one, credit in zip(trajectories, credits, strict=True)]
+    assert in_order(chain for batch in batches for chain in read_back(batch)) == in_order(expected)
+    assert max(map(tokens_in, batches)) <= max(budget, *(one.num_tokens for one in trajectories))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_prefix_of_a_trie_is_computed_once(seed, monkeypatch):
+    monkeypatch.setattr("rl4llm.data.layouts.SHORTEST", 1)
+    trajectories = tries(seed)
+    (batch,) = packed(trajectories, layout="shared", budget=1000)
+    prefixes = {
+        (one.prompt_id, *one.token_ids[: number + 1])
+        for one in trajectories
+        for number in range(one.num_tokens)
+    }
+    assert tokens_in(batch) == len(prefixes) < 0.6 * sum(one.num_tokens for one in trajectories)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_token_is_computed_in_the_place_of_the_same_history(seed, shortest):
+    (batch,) = packed(tries(seed), layout="shared", budget=1000)
+
+    def history(column):
+        while column is not None:
+            yield int(batch.token_ids_BT[0, column])
+            column = predecessor(batch, 0, column)
+
+    shared = (~batch.is_computed_BT[0]).nonzero().flatten().tolist()
+    assert len(shared) > 20
+    for column in shared:
+        twin = int(batch.computed_BT[0, column])
+        assert batch.is_computed_BT[0, twin] and twin < column
+        assert [*history(column)] == [*history(twin)]
+
+
+def test_equal_trajectories_without_a_prompt_are_computed_once():
+    alone = Trajectory("a", (TokenSpan((5, 6), "policy", (-1.0, -2.0), 0),), (), {}, 0.0, "stop")
+    (batch,) = packed([alone, alone], layout="shared")
+    assert batch.token_ids_BT.tolist() == [[5, 6, 5, 6]]
+    assert batch.position_ids_BT.tolist() == batch.computed_BT.tolist() == [[0, 1, 0, 1]]
+
+
+def test_groups_share_nothing_with_each_other():
+    one = [trajectory("a", [1, 2], [3, 4]), trajectory("b", [1, 2], [3, 4])]
+    (batch,) = packed(one, layout="shared")
+    assert batch.computed_BT is None
 
 
 def test_a_group_over_the_budget_is_split_with_its_prompt():
@@ -149,15 +226,8 @@ def test_a_group_over_the_budget_is_split_with_its_prompt():
 
 
 def test_shared_prompts_save_the_tokens_of_the_copies():
-    one = [trajectory(f"p{g}", range(64), range(64)) for g in range(16) for _ in range(8)]
+    one = [trajectory(f"p{g}", range(64), [100 + n, *range(63)]) for g in range(16) for n in range(8)]
     assert sum(tokens_in(batch) for batch in packed(one, layout="shared", budget=4096)) == 16 * 64 + 128 * 64
-
-
-def test_a_trajectory_that_begins_with_the_policy_shares_nothing():
-    alone = Trajectory("a", (TokenSpan((5, 6), "policy", (-1.0, -2.0), 0),), (), {}, 0.0, "stop")
-    (batch,) = packed([alone, alone], layout="shared")
-    assert batch.previous_BT is None
-    assert batch.position_ids_BT.tolist() == [[0, 1, 0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -332,7 +402,7 @@ def test_an_unknown_layout_or_aggregation_is_refused():
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
 def test_the_plan_covers_the_longest_trajectories(layout):
-    one = [trajectory(f"p{g}", range(20), range(30)) for g in range(6) for _ in range(4)]
+    one = [trajectory(f"p{g}", range(20), [50 + n, *range(29)]) for g in range(6) for n in range(4)]
     batches = packed(one, layout=layout, budget=230)
     planned = plan_batches(
         prompts=6, samples=4, max_prompt_tokens=20, max_new_tokens=30, max_tokens_per_batch=230, layout=layout
@@ -348,7 +418,7 @@ def test_the_plan_covers_the_longest_trajectories(layout):
 
 def test_dtypes_are_those_the_model_and_the_losses_want():
     (batch,) = packed([trajectory("a", [1], [2]), trajectory("a", [1], [3])], layout="shared")
-    for name in ("token_ids_BT", "position_ids_BT", "segment_ids_BT", "previous_BT"):
+    for name in ("token_ids_BT", "position_ids_BT", "segment_ids_BT", "computed_BT"):
         assert getattr(batch, name).dtype == torch.int64, name
     for name in ("sampled_logprobs_BT", "credits_BT", "weights_BT"):
         assert getattr(batch, name).dtype == torch.float32, name

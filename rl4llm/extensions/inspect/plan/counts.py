@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.compose.choices import in_part
@@ -205,7 +204,7 @@ def _count_rows(setup: Setup, context_length: int) -> Counts:
         new_tokens=policy,
         updates=batching.updates_per_rollout * batching.passes_per_rollout,
         micro_batches=len(batches),
-        tokens=int((largest.segment_ids_BT > 0).sum()),
+        tokens=int(largest.is_computed_BT.sum()),
         padded=largest.token_ids_BT.numel(),
         trains=int(largest.mask_BT.sum()),
         keys=_keys(largest),
@@ -225,12 +224,7 @@ def _images(trajectories: Sequence[Trajectory], batch: TrainBatch) -> dict[str, 
 
 
 def _keys(batch: TrainBatch) -> int:
-    """Return the positions whose keys attention keeps; a shared prompt counts again for each of its answers."""
-    real = int((batch.segment_ids_BT > 0).sum())
-    if batch.previous_BT is None:
-        return real
-    segments_BT = batch.segment_ids_BT
-    starts_BT = (segments_BT.diff(dim=1, prepend=torch.zeros_like(segments_BT[:, :1])) != 0) & (
-        segments_BT > 0
-    )
-    return real + int(batch.position_ids_BT[starts_BT].sum())
+    """Return the positions whose keys attention keeps; a shared prefix counts again for each trajectory behind it."""
+    computed_BT = batch.is_computed_BT
+    starts_BT = computed_BT & ~computed_BT.roll(1, dims=1)
+    return int(computed_BT.sum()) + int(batch.position_ids_BT[starts_BT].sum())
