@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from packed import pack
+from packed import pack, tries
 from rank_processes import RankProcesses
 from safetensors.torch import load_file, save_file
 from sweeps import sampled
@@ -21,6 +21,7 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.types import TensorSpec
+from rl4llm.data import layouts
 from rl4llm.data.pack import totals_of
 from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend, _join_alone
 
@@ -59,7 +60,7 @@ def losses_of(batch, numbers_BT, entropy_BT):
     }
 
 
-def share(trajectories, rank=0, size=1):
+def share(trajectories, rank=0, size=1, layout="shared"):
     """One rank's micro-batches, filled up with ones that ask nothing, which stand first."""
     totals = totals_of(trajectories)
     # not the same number on each
@@ -68,7 +69,7 @@ def share(trajectories, rank=0, size=1):
         [trajectories[number] for number in own],
         [1.0 - 0.3 * number for number in own],
         max_tokens_per_batch=40,
-        layout="shared",
+        layout=layout,
         aggregation="sequence",
         totals=totals,
         pad_token_id=0,
@@ -193,6 +194,20 @@ def test_two_ranks_train_as_one_of_plain_torch(on_ranks, build, trajectories, di
     moments = load_file(ours / "optimizer.safetensors")
     assert all(moment.abs().max() > 0 for moment in moments.values())  # each trained parameter had a gradient
     assert len(moments) == 2 * sum(p.requires_grad for p in one._named_parameters().values())
+
+
+def sharing_all(ranks, *arguments):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(layouts, "SHORTEST", 1)
+        return continued(ranks, *arguments)
+
+
+@pytest.mark.parametrize("stage", sampled(STAGES, [3]))
+def test_two_ranks_share_prefixes_and_train_as_one_without(on_ranks, build, stage):
+    expected = train(torch_backend(build("qwen3")), share(tries(groups=1), layout="sorted"), 2)
+    given = {"model": build("qwen3"), "stage": stage}
+    told, _ = on_ranks(sharing_all, given, tries(groups=1), 2, None, None)[0]
+    assert_same_steps(told, expected)
 
 
 @pytest.mark.parametrize(("stage", "options"), sampled([
