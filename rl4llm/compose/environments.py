@@ -17,7 +17,7 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.base_reward import needs_ground_truth
 from rl4llm.core.errors import ConfigError, DataError, unknown
 from rl4llm.core.registry import elsewhere, from_extension, imported, load
-from rl4llm.core.schema import accepted_options, check_values, fits, refusal, with_options
+from rl4llm.core.schema import Count, accepted_options, check_values, fits, refusal, with_options
 from rl4llm.core.tables import OPPONENTS
 from rl4llm.data.columns import TOOLS
 from rl4llm.data.lengths import SHOWN, place, rows_without, usable_rows
@@ -36,6 +36,7 @@ class EnvKeys:
     reward_transform_fn: Any = None
     template_args: Mapping[str, Any] | None = None
     thoughts: Literal["keep", "drop", "refuse"] = "keep"
+    compact_at: Count | None = None
 
 
 COMMON = frozenset(EnvKeys.__annotations__)
@@ -101,6 +102,7 @@ def _rendered_by(env: BaseMDPEnv, options: Mapping[str, Any]) -> BaseMDPEnv:
     """Give an environment the options that change how its prompts are written."""
     env.template_args = options.get("template_args") or env.template_args
     env.thoughts = options.get("thoughts", env.thoughts)
+    env.compact_at = options.get("compact_at", env.compact_at)
     return env
 
 

@@ -73,6 +73,8 @@ class BaseMDPEnv(Player):
     """A call of the tool f with the argument x, for prompts that describe tools in place of the chat template."""
     thoughts: str = "keep"
     """What becomes of thoughts that the chat template drops from earlier turns: "keep", "drop" or "refuse"."""
+    compact_at: int | None = None
+    """How many tokens of context let the policy summarise its history and continue from the summary; None for never."""
     vision: Any = None
     """What the model makes of images, a `rl4llm.data.vision.Vision`; without it, messages with images are refused."""
     # whether an episode continues after a turn that ran into its token limit

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from rl4llm.core.errors import EnvError
-from rl4llm.core.types import ChatMessage, Group, TokenSpan, Trajectory, count_turns
+from rl4llm.core.types import ChatMessage, Group, Origin, Relation, TokenSpan, Trajectory, count_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,9 @@ class Special:
     Where several roles speak in an `episode`, each has a sample, in which its own lines are the assistant's. In a mixture of
     environments, `part` names this one's; in a dataset with pools, the row's pool. `sampling` replaces fields of
     SamplingParams; a sample that `is_baseline` is compared with the others and never trains. Where a history can be
-    rewritten, `forks` holds further token records, see `Trajectory`. `own_prompt` says that the dataset does not decide how
-    the sample begins, so that others may begin differently.
+    rewritten, `forks` holds further token records and `origins` where each begins, see `Trajectory`; until the episode
+    ends, `forks` are the records before the current one. `own_prompt` says that the dataset does not decide how the
+    sample begins, so that others may begin differently.
     """
 
     role: str = ""
@@ -30,6 +31,7 @@ class Special:
     sampling: Mapping[str, float] = field(default_factory=dict)
     is_baseline: bool = False
     forks: Sequence[Sequence[TokenSpan]] = ()
+    origins: Sequence[Origin | None] = ()
     own_prompt: bool = False
 
 
@@ -99,6 +101,21 @@ class SampleState:
     @property
     def last_message(self) -> ChatMessage:
         return self.messages[-1]
+
+    def end_record(self, relation: Relation) -> None:
+        """End the current token record, unless the policy never spoke in it; the next one continues or rewrites it."""
+        special = self.special
+        if turns := count_turns(self.spans):
+            origin = Origin(relation, len(special.forks), turns)
+            forks, origins = (*special.forks, self.spans[:]), (*special.origins, origin)
+            self.special = replace(special, forks=forks, origins=origins)
+        self.spans.clear()
+
+    def order_records(self) -> None:
+        """Put the first token record into the spans, and the others in which the policy spoke into the forks."""
+        records = [list(record) for record in (*self.special.forks, self.spans) if count_turns(record)]
+        self.spans[:], forks = records[0], records[1:]
+        self.special = replace(self.special, forks=forks, origins=self.special.origins[: len(forks)])
 
     def reward_turn(self, reward: float) -> None:
         """Reward the policy's last turn by itself; this adds to the episode's reward, and to what the turn earned before.
@@ -201,6 +218,7 @@ def trajectory_of(sample: SampleState, rewards: Mapping[str, float], reward: flo
         extras={"sample": sample.index, "ground_truth": sample.ground_truth, **sample.extras},
         turn_rewards=turn_rewards,
         forks=tuple(forks),
+        origins=tuple(sample.special.origins),
         role=sample.role,
         part=sample.special.part,
     )

@@ -22,6 +22,7 @@ from rl4llm.core.message import ChatMessage as ChatMessage
 
 Author = Literal["policy", "context"]
 FinishReason = Literal["stop", "length", "abort"]
+Relation = Literal["continues", "rewrites", "called"]
 GroupKey = tuple[str, str, int]
 """A prompt, one of its roles in an episode of several, and which of the step's groups this is."""
 
@@ -152,6 +153,19 @@ def count_turns(spans: Sequence[TokenSpan]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a later token record of an episode begins: after the first `turn` turns of the record number `record`.
+
+    It "continues" a record whose history was compacted: it has the policy's own text of that turn. It "rewrites" a record
+    that begins alike, or it was "called": a sub-agent's conversation, begun during a call that was not answered yet.
+    """
+
+    relation: Relation
+    record: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One finished episode: its exact tokens, its messages and its reward.
 
@@ -160,7 +174,8 @@ class Trajectory:
     `successes` says, for each reward that defines success, whether the episode reached it; the first of them counts.
 
     An episode whose history was rewritten has one token record for each history: the first is `spans`, those that came
-    later are `forks`. What two records share was sampled in one of them and is context in the other.
+    later are `forks`. What two records share was sampled in one of them and is context in the other. `origins` tells
+    where each fork begins, None where that is not known.
     """
 
     prompt_id: str
@@ -174,6 +189,7 @@ class Trajectory:
     forks: tuple[tuple[TokenSpan, ...], ...] = ()
     role: str = ""
     part: str = ""
+    origins: tuple[Origin | None, ...] = ()
     draw: int = 0  # its group's number in the step, in which a prompt may occur twice
     successes: Mapping[str, bool] = field(default_factory=dict)
 

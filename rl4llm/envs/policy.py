@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import DataError, EnvError, SpecialTokenError, UnreachableError, UnreadableError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.sample import SampleState, messages_of
-from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, count_turns, images_of
+from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, images_of
 from rl4llm.data.render import Renderer
 from rl4llm.data.thoughts import forked
 from rl4llm.runtime.runner import Runner
@@ -27,17 +27,22 @@ ABORTED = Completion("", (), (), "abort", NO_VERSION)
 class _Record:
     """How many messages of a sample are recorded, and its completions by the number of spans before them.
 
-    `earlier` holds the token records that ended where the template dropped thoughts, see `rl4llm.data.thoughts`.
+    The current token record begins with the messages `opening`, before those of the sample from `start` on.
     """
 
     messages: int = 0
-    earlier: list[list[TokenSpan]] = field(default_factory=list)
+    opening: list[ChatMessage] = field(default_factory=list)
+    start: int = 0
     sampled: defaultdict[int, list[Completion]] = field(default_factory=lambda: defaultdict(list))
     kept_by_env: bool = False
 
     def place(self, sample: SampleState) -> int:
         """Return the number of spans recorded so far."""
-        return sum(map(len, self.earlier)) + len(sample.spans)
+        return sum(map(len, sample.special.forks)) + len(sample.spans)
+
+    def conversation(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return what the current record has of a sample's first messages."""
+        return [*self.opening, *messages[self.start :]]
 
 
 class PolicyLLM:
@@ -46,7 +51,8 @@ class PolicyLLM:
     The record of a sample grows only at its end: the first prompt, then what the engine sampled, then the tokens of new
     messages. An assistant message that the engine did not sample at that point was written by the environment and becomes
     context. With `env.thoughts=drop`, a new record begins where the template drops earlier thoughts: its context is the
-    template's rendering of the conversation, and earlier records become `forks` of the sample at the end.
+    template's rendering of the conversation. Another one begins where the history is compacted, see
+    `rl4llm.envs.compaction`. At the end the first record is in the sample's `spans`, and later ones are its `forks`.
     """
 
     def __init__(self, client: BaseClient, renderer: Renderer, runner: Runner, *, seed: int, step: int):
@@ -77,7 +83,8 @@ class PolicyLLM:
                 except SpecialTokenError as error:
                     sample.fail(str(error), "env/special_tokens")
         for sample in self._samples:
-            _as_forks(sample, self._records[sample.session].earlier)
+            if sample.special.forks and not self._records[sample.session].kept_by_env:
+                sample.order_records()
             await self.close(sample)
 
     async def open(self, sample: SampleState) -> None:
@@ -103,7 +110,7 @@ class PolicyLLM:
         record = self._records[sample.session]
         try:
             self._record_sampled(sample)
-            if new := record.messages < len(sample.messages):
+            if new := record.messages < len(sample.messages) or not sample.spans:
                 self._append_context(sample, record, len(sample.messages))
         except DataError as error:
             kind = "special_tokens" if isinstance(error, SpecialTokenError) else "image"
@@ -118,8 +125,7 @@ class PolicyLLM:
             sample.finish("context")
             return Completion("", (), (), "abort", await self._client.version())
         sampled = record.sampled[record.place(sample)]
-        turns = sum(map(count_turns, (*record.earlier, sample.spans)))
-        draw = turns, len(sampled)  # several draws at one point must differ
+        draw = sample.num_turns, len(sampled)  # several draws at one point must differ
         completion = await self._ask(sample, prompt_ids, sampling_params, draw, images_of(sample.spans))
         if completion.finish_reason != "abort":
             sampled.append(completion)
@@ -230,22 +236,25 @@ class PolicyLLM:
 
     def _append_context(self, sample: SampleState, record: _Record, end: int) -> None:
         """Record the tokens of new messages before `end`, and of the generation prompt after them."""
-        earlier, new = sample.messages[: record.messages], sample.messages[record.messages : end]
+        conversation = record.conversation(sample.messages[:end])
         renderer = self._for(sample)
         if sample.spans:
-            turn = sample.spans[-1].token_ids
-            ended = renderer.ends_turn(turn)
-            by = turn[-1] if ended else None
-            token_ids = renderer.following(new, ended=ended, by=by, messages=earlier)
+            span = self._following(sample, sample.messages[record.messages : end])
         else:
-            token_ids = renderer.first(new)
-        span = renderer.context(token_ids, new)
-        fork = forked(renderer, [*sample.token_ids, *span.token_ids], sample.messages[:end])
+            span = renderer.context(renderer.first(conversation), conversation)
+        fork = forked(renderer, [*sample.token_ids, *span.token_ids], conversation)
         if fork is not None:
-            record.earlier.append(sample.spans[:])
-            sample.spans.clear()
+            sample.end_record("rewrites")
         sample.spans.append(fork or span)
         record.messages = end
+
+    def _following(self, sample: SampleState, new: Sequence[ChatMessage]) -> TokenSpan:
+        """Return the tokens of new messages after the last turn, and of the generation prompt after them."""
+        record, renderer, turn = self._records[sample.session], self._for(sample), sample.spans[-1].token_ids
+        ended = renderer.ends_turn(turn)
+        by = turn[-1] if ended else None
+        earlier = record.conversation(sample.messages[: record.messages])
+        return renderer.context(renderer.following(new, ended=ended, by=by, messages=earlier), new)
 
     def _record_sampled(self, sample: SampleState) -> None:
         """Record the tokens of each new assistant message."""
@@ -272,7 +281,7 @@ class PolicyLLM:
         siblings = (
             sibling
             for sibling in self._by_prompt[sample.prompt_id]
-            if sibling is not sample and self._records[sibling.session].earlier == record.earlier
+            if sibling is not sample and sibling.special.forks == sample.special.forks
         )
         alike = (sibling for sibling in siblings if sibling.spans[:end] == sample.spans)
         for each in chain([sample], alike):  # siblings are compared only if the sample has none
@@ -285,12 +294,3 @@ class PolicyLLM:
 
 def _seen(images: Sequence[ImagePlace]) -> dict[str, Any]:
     return {"images": images} if images else {}  # engines of users need not know the argument
-
-
-def _as_forks(sample: SampleState, earlier: Sequence[Sequence[TokenSpan]]) -> None:
-    """Put the first token record of a sample into its spans, and the others that the policy continued into its forks."""
-    if not earlier:
-        return
-    spans, *forks = (list(record) for record in (*earlier, sample.spans) if count_turns(record))
-    sample.spans[:] = spans
-    sample.special = replace(sample.special, forks=forks)

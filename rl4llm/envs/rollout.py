@@ -17,6 +17,7 @@ from rl4llm.core.sample import EnvState, SampleState, Special, group_of, traject
 from rl4llm.core.types import Group, SamplingParams, Trajectory
 from rl4llm.data.render import Renderer
 from rl4llm.data.thoughts import kept_thoughts
+from rl4llm.envs.compaction import CompactingLLM
 from rl4llm.envs.policy import PolicyLLM
 from rl4llm.rewards.scoring import combine, earn, successes
 from rl4llm.runtime.raised import raised
@@ -166,7 +167,10 @@ class Rollout:
 
     def policy(self, state: EnvState) -> PolicyLLM:
         """Return the policy for some episodes, which it ends with `end`."""
-        llm = PolicyLLM(self._client, self._renderer, self.runner, seed=self._seed, step=state.step)
+        make: Callable[..., PolicyLLM] = PolicyLLM
+        if (at := self.env.compact_at) is not None:
+            make = partial(CompactingLLM, at=at, may_cut=self.env.continue_truncated)
+        llm = make(self._client, self._renderer, self.runner, seed=self._seed, step=state.step)
         llm.begin(state.sample_states)
         return llm
 
@@ -231,11 +235,15 @@ class Rollout:
         earn([sample for sample in _attempts(played) if sample.rewards is None], self.env.reward_functions)
 
     def _counts(self, sample: SampleState) -> dict[str, int]:
-        """Count the special tokens in the text of others, and tokens of thoughts that the template would have dropped."""
+        """Count special tokens in the text of others, compactions, and thoughts that the template would have dropped."""
         context = [message for message in sample.messages if message.role != "assistant"]
         renderer = self._renderer.of_row(sample.columns)
-        counts = {"special_tokens": renderer.special_tokens(context)}
-        if sample.failure is None and not sample.special.own_prompt:
+        special, relations = sample.special, [origin and origin.relation for origin in sample.special.origins]
+        counts = {
+            "special_tokens": renderer.special_tokens(context),
+            "compactions": relations.count("continues"),
+        }
+        if sample.failure is None and not special.own_prompt and not special.forks:
             counts["kept_thoughts"] = kept_thoughts(renderer, sample.spans, sample.messages)
         return {name: count for name, count in counts.items() if count}
 

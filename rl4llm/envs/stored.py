@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.core.errors import DataError
 from rl4llm.core.images import Image, ImagePlace, Picture
 from rl4llm.core.sample import EpisodeState, Line, SampleState
-from rl4llm.core.types import ChatMessage, TokenSpan
+from rl4llm.core.types import ChatMessage, Origin, TokenSpan
 
 if TYPE_CHECKING:
     from rl4llm.envs.rollout import Episodes
@@ -112,7 +112,8 @@ def fill(samples: Sequence[SampleState], rows: Sequence[Mapping[str, Any]], visi
         for name in PLAIN:
             setattr(sample, name, row[name])
         sample.spans, *forks = ([_span(*span) for span in record] for record in row["records"])
-        sample.special = replace(sample.special, forks=forks, own_prompt=row["own_prompt"])
+        origins = [origin and Origin(*origin) for origin in row["origins"]]
+        sample.special = replace(sample.special, forks=forks, origins=origins, own_prompt=row["own_prompt"])
         sample.turn_rewards = dict(row["turn_rewards"])
         if row["rewards"] is not None:
             sample.rewards = {
@@ -134,6 +135,7 @@ def _row(sample: SampleState, vision: Any = None) -> dict[str, Any]:
             [[span.author, span.token_ids, span.logprobs, span.version, *_places(span)] for span in record]
             for record in (sample.spans, *sample.special.forks)
         ],
+        "origins": [origin and astuple(origin) for origin in sample.special.origins],
         "own_prompt": sample.special.own_prompt,
         "turn_rewards": list(sample.turn_rewards.items()),
         "rewards": rewards

@@ -86,7 +86,7 @@ class _Contract:
         for name, episode in played.episodes.items():
             yield from self.roles(name, episode)
             yield from self.authors(name, episode, played.client)
-            turns = episode.num_turns
+            turns = episode.num_turns - len(episode.origins) * (self.env.compact_at is not None)  # summaries
             yield "an episode has at most max_steps turns", turns <= self.env.max_steps, f"{turns} turns"
         yield from self.context(played.client)
         yield from self.repeats(played, self.play(rows=self.rows[::-1]))
@@ -143,10 +143,8 @@ class _Contract:
         pairs = pairwise(message.role for message in episode.messages[begin - 1 :])
         twice = any(before == after == "assistant" for before, after in pairs)
         yield "roles alternate: somebody else speaks between two turns of the policy", not twice, where
-        roles = {message.role for message in episode.messages[begin:]} - {
-            "assistant",
-            *self.env.reply_roles,
-        }
+        speakers = {"assistant", *self.env.reply_roles, *["user"] * (self.env.compact_at is not None)}
+        roles = {message.role for message in episode.messages[begin:]} - speakers
         law = f"the environment speaks in its reply_roles, {self.env.reply_roles}, which the chat template was checked for"
         yield law, not roles, where
 
@@ -167,7 +165,8 @@ class _Contract:
         played = self.play(room=room)
         law = "an episode that fills the context ends there and counts"
         yield law, played.broken is None, played.broken
-        longest = max((episode.num_tokens for episode in played.episodes.values()), default=0)
+        records = (record for episode in played.episodes.values() for record in episode.records)
+        longest = max((sum(len(span.token_ids) for span in record) for record in records), default=0)
         yield "an episode has no more tokens than the context", longest <= room, f"{longest} of {room}"
 
     def repeats(self, played: Rehearsal, repeated: Rehearsal) -> Laws:

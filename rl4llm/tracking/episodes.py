@@ -18,7 +18,8 @@ did not train, and evaluations, have none of these.
 
 `success` is left out if no reward defines success. A tool's message is `failed` if the call went wrong, and has that call
 as its `tool_calls`, where the environment knows it, and how many `seconds` it took, where the environment runs it.
-An episode whose agent rewrote its history has further token records beside `spans`, as the list `forks`.
+An episode whose history was rewritten has further token records beside `spans`, as the list `forks`, and where each begins
+as the list `origins`, such as {"relation": "continues", "record": 0, "turn": 3}, see `rl4llm.core.types.Origin`.
 An attempt that failed has `failure`, the reason, `failure_class`, and no reward. `extras` has notes of environments and
 rewards: why a reward was 0 (`reward_notes`), what failed before a retry (`played_again_after`). In an episode of several
 roles, each role of the policy has a row, with its `role` and whether it is `frozen`. In an environment mixture, `part` names
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -38,11 +39,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl4llm.core.base_env import SampleState
+from rl4llm.core.base_env import SampleState, Special
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.types import ChatMessage, Group, TokenSpan, TrainBatch, Trajectory, count_turns, images_of
 
-LONG = ("messages", "ground_truth", "spans", "forks", "extras")
+LONG = ("messages", "ground_truth", "spans", "forks", "origins", "extras")
 """The fields of an episode that may be long; they come last, in this order."""
 DIGITS = 6  # of nats; those of an fp32 log-prob that mean something
 Notes = Mapping[int, "SpanNote"]
@@ -196,7 +197,7 @@ def _finished(trajectory: Trajectory, index: int, notes: Notes) -> dict[str, Any
         "stop_reason": trajectory.stop_reason,
         "ground_truth": _plain(extras.pop("ground_truth", None)),
         "messages": _messages(trajectory.messages, (trajectory.spans, *trajectory.forks)),
-        **_tokens(trajectory.spans, trajectory.forks, notes),
+        **_tokens(trajectory.spans, trajectory, notes),
         "extras": _plain(extras),
     }
 
@@ -212,7 +213,7 @@ def _failed(sample: SampleState) -> dict[str, Any]:
         "stop_reason": sample.stop_reason,
         "ground_truth": _plain(sample.ground_truth),
         "messages": _messages(sample.messages, (sample.spans, *sample.special.forks)),
-        **_tokens(sample.spans, sample.special.forks),
+        **_tokens(sample.spans, sample.special),
         "extras": _plain(sample.extras),
     }
 
@@ -222,8 +223,10 @@ def _messages(
 ) -> list[dict[str, Any]]:
     """Return the messages of an episode; of an image that the policy saw, the digest, which names its file in the run."""
     places = [images_of(record) for record in records]
-    longest: Sequence[ImagePlace] = max(places, key=len, default=())
-    seen = iter(longest)
+    in_turn = images_of([*records[0], *(span for record in records[1:] for span in record[1:])])
+    count = sum(len(message.pictures) for message in messages)
+    longest: Sequence[ImagePlace] = max(places, key=len)
+    seen = iter(in_turn if len(in_turn) == count else longest)
     rows = []
     for message in messages:
         row = message.to_dict() | ({"failed": True} if message.failed else {})
@@ -244,10 +247,10 @@ def _image(place: ImagePlace | None) -> dict[str, Any]:
 
 
 def _tokens(
-    spans: Sequence[TokenSpan], forks: Sequence[Sequence[TokenSpan]], notes: Notes | None = None
+    spans: Sequence[TokenSpan], further: Trajectory | Special, notes: Notes | None = None
 ) -> dict[str, Any]:
     """Return the token records of an episode, and what is counted in them."""
-    notes, records = notes or {}, (spans, *forks)
+    notes, records = notes or {}, (spans, *further.forks)
     written = [span for record in records for span in record if span.author == "policy"]
     differences = [
         abs(ours - theirs)
@@ -262,6 +265,7 @@ def _tokens(
         **({"mismatch": round(max(differences), DIGITS)} if differences else {}),
         "spans": main,
         **({"forks": branches} if branches else {}),
+        **({"origins": [item and asdict(item) for item in further.origins]} if further.origins else {}),
     }
 
 

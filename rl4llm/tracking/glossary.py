@@ -44,6 +44,7 @@ env/requests | Mean requests of an agent per trajectory. | requests |
 env/refused | Mean requests of an agent that were refused, per trajectory. | requests | 0 beside limits
 env/ignored_fields | Mean fields of an agent's requests that were ignored, per trajectory. | fields |
 env/forks | Mean token records of an agent per trajectory, besides the first. | forks |
+env/compactions | Mean compactions of the history, over the trajectories with any. | compactions |
 env/generated_tokens | Mean tokens sampled for an agent per trajectory. | tokens |
 env/trained_tokens | Mean tokens of an agent that train, per trajectory. | tokens |
 env/return | Mean sum of step rewards, in Gymnasium and OpenEnv. | reward |

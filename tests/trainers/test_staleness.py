@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ended_runs import metrics, weights
+from ended_runs import TwoTurns, metrics, weights
 from fault_server import FaultServer, small_model
 from vowels import Vowels, prompts
 
@@ -376,8 +376,8 @@ def versions_of(directory):
     ]
 
 
-def test_publishing_does_not_wait_for_episodes(trainer, tmp_path):
-    made = trainer("run", Patient, **{"env.max_steps": 3, "deterministic": False}, max_steps=4)
+def train_patiently(made):
+    """Train; second turns wait until the weights that train them are published."""
     published.update({step: threading.Event() for step in range(5)})
     publish = made.trainer.publish
 
@@ -387,6 +387,34 @@ def test_publishing_does_not_wait_for_episodes(trainer, tmp_path):
 
     made.trainer.publish = publish_and_tell
     made.train()
+
+
+def test_records_of_compacted_episodes_keep_the_bound(trainer, tmp_path):
+    keys = {"env.max_steps": 3, "env.compact_at": 1, "rollout.max_tokens": 4, "deterministic": False}
+    train_patiently(trainer("run", Patient, **keys, max_steps=4))
+    for step in (2, 3, 4):
+        lines = (tmp_path / "run" / "episodes" / f"step-{step:06d}.jsonl").read_text().splitlines()
+        for episode in map(json.loads, lines):
+            records = [episode["spans"], *episode["forks"]]
+            first, second = ([span["version"] for span in record if "version" in span] for record in records)
+            assert step - 2 <= first[0] <= first[1] == second[0] == step - 1  # turn, summary, turn
+            assert episode["origins"] == [{"relation": "continues", "record": 0, "turn": 2}]
+    rows = metrics(tmp_path / "run")
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+    assert all(row["mismatch/max"] < 1e-4 for row in rows)
+
+
+def test_compacted_episodes_of_a_checkpoint_train_as_played(trainer):
+    keys = {"env.max_steps": 2, "env.compact_at": 1}
+    whole = weights(trainer("whole", TwoTurns, **keys).train())
+    stop_after_one(trainer, "stopped", env=TwoTurns, **keys)
+    again = trainer("stopped", TwoTurns, **keys).train()
+    assert again.trainer.stream.kept == 2
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(again).items())
+
+
+def test_publishing_does_not_wait_for_episodes(trainer, tmp_path):
+    train_patiently(trainer("run", Patient, **{"env.max_steps": 3, "deterministic": False}, max_steps=4))
     found = versions_of(tmp_path / "run")
     assert [versions for step, versions in found if step == 1] == [[0, 0]] * 8
     for step in (

@@ -13,6 +13,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,9 @@ def update_message(sample: SampleState, sent: Sent, *, finished: bool = False) -
         into.replaced, into.step = len(before) - common, seat.current_step
         into.finished = (seat.stop_reason or "done") if finished else ""
         into.messages.extend(_message(item) for item in seat.messages[common:])
-        into.spans.extend(_span(item) for item in seat.spans[sent.spans[seat.role] :])
-        sent.messages[seat.role], sent.spans[seat.role] = list(seat.messages), len(seat.spans)
+        spans = [*chain(*seat.special.forks, seat.spans)]  # those of records that ended, too
+        into.spans.extend(_span(item) for item in spans[sent.spans[seat.role] :])
+        sent.messages[seat.role], sent.spans[seat.role] = list(seat.messages), len(spans)
     sent.begun = True
     return message
 

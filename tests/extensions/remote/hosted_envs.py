@@ -48,7 +48,7 @@ class Hints(BaseMDPEnv):
     def respond(self, sample):
         for watch in ON_TURN:
             watch(sample)
-        sampled = sum(len(span.token_ids) for span in sample.spans if span.author == "policy")
+        sampled = sum(len(span.token_ids) for span in sample.policy_spans)
         draw = random.Random(f"{self.seed} {sample.prompt_id} {sample.index} {sample.current_step} {sampled}")
         sample.extras["object"] = self  # which no other process can have
         sample.extras["metrics"] = {"hints": sample.current_step}
@@ -169,9 +169,7 @@ class Tokens(BaseRewardFunction):
     def score_batch(self, samples):
         if any(self.dislikes and self.dislikes in sample.messages[0].content for sample in samples):
             raise RuntimeError("I do not like this")
-        return [
-            float(sum(len(s.token_ids) for s in sample.spans if s.author == "policy")) for sample in samples
-        ]
+        return [float(sum(len(span.token_ids) for span in sample.policy_spans)) for sample in samples]
 
 
 class TurnLetters(BaseRewardFunction):

@@ -165,6 +165,20 @@ def test_episodes_on_a_host_equal_the_local_ones(
     assert not any("object" in item.extras for item in actual.trajectories)
 
 
+def test_hosted_episodes_are_compacted_as_local_ones(host, remote, play, tokenizer):
+    dataset = rows("How many are 37 and 48?")
+    functions = [as_reward_function(spec) for spec in SPECS]
+    local = hosted_envs.Hints(
+        dataset, tokenizer, functions, 1, 2, reward_transform_fn=transform(functions), max_steps=3
+    )
+    hosted = remote([host], HINTS, dataset, SPECS, max_steps=3)
+    local.compact_at = hosted.compact_at = 1
+    expected, actual = play(local), play(hosted)
+    assert outcome(actual) == outcome(expected)
+    assert [item.forks for item in actual.trajectories] == [item.forks for item in expected.trajectories]
+    assert all(len(item.forks) == 2 for item in actual.trajectories)
+
+
 def test_hosted_episodes_depend_on_the_seed_and_have_metrics(host, remote, play):
     dataset = rows("Guess.", "Guess again.")
     results = [play(remote([host], HINTS, dataset, SPECS, seed=seed, max_steps=3)) for seed in (42, 43)]
