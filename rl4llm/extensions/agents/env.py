@@ -140,7 +140,8 @@ class AgentEnv(BaseMDPEnv):
         if records:
             sample.spans[:] = records[0].spans
             forks = [list(record.spans) for record in records[1:]]
-            sample.special = replace(sample.special, forks=forks, own_prompt=True)
+            origins = session.history.origins
+            sample.special = replace(sample.special, forks=forks, origins=origins, own_prompt=True)
             messages, first = session.conversation
             sample.init_msg_size = first
             sample.messages[:] = messages

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rl4llm.core.errors import EnvError, TemplateError
-from rl4llm.core.types import ChatMessage, Completion, TokenSpan, images_of
+from rl4llm.core.types import ChatMessage, Completion, Origin, TokenSpan, images_of
 from rl4llm.data.render import Renderer
+from rl4llm.extensions.agents.origins import Source, source_of
 
 
 @dataclass(slots=True, eq=False)
@@ -24,10 +25,15 @@ class Transcript:
     """A conversation as the policy saw it: its messages, its tokens, and where in both the policy's answers end."""
 
     tools: str
+    source: Source | None = None
     messages: list[ChatMessage] = field(default_factory=list)
     spans: list[TokenSpan] = field(default_factory=list)
     # numbers of messages and spans up to and including each answer
     answers: list[tuple[int, int]] = field(default_factory=list)
+
+    def turns(self, messages: int) -> int:
+        """Return how many answers are among the first messages."""
+        return sum(count <= messages for count, _ in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,16 @@ class Entry:
     record: Transcript
     messages: tuple[ChatMessage, ...]
     before: tuple[int, int]
+
+    @property
+    def turn(self) -> int:
+        """Return how many answers the record had with this one."""
+        return self.record.turns(len(self.messages))
+
+    @property
+    def waits(self) -> bool:
+        """Return whether a call of this answer was not answered yet."""
+        return bool(self.messages[-1].tool_calls) and len(self.record.messages) == len(self.messages)
 
 
 class History:
@@ -86,7 +102,7 @@ class History:
         record, context = place.record, place.new
         # a record continues after all of it, if nothing was added meanwhile
         if record is None or place.answer[0] != len(record.messages):
-            record, context = Transcript(place.tools), place.prompt
+            record, context = Transcript(place.tools, source_of(place.messages, self.entries)), place.prompt
             self.records.append(record)
         before = len(record.messages), len(record.spans)
         record.messages[:] = [*place.messages, answer]
@@ -105,6 +121,18 @@ class History:
         del record.messages[entry.before[0] :], record.spans[entry.before[1] :], record.answers[-1:]
         if not record.answers:
             self.records.remove(record)
+
+    @property
+    def origins(self) -> list[Origin | None]:
+        """Return where each record after the first begins."""
+        numbers = {id(record): number for number, record in enumerate(self.records)}
+        sources = (record.source for record in self.records[1:])
+        return [
+            Origin(source[0], numbers[id(source[1])], source[2])
+            if source and id(source[1]) in numbers  # an answer that was taken back may have been its only one
+            else None
+            for source in sources
+        ]
 
     @property
     def sampled_tokens(self) -> int:
