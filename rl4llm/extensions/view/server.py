@@ -30,6 +30,7 @@ from aiohttp import web
 
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.registry import load
+from rl4llm.extensions.view.agent import changed_files, conversations
 from rl4llm.extensions.view.bands import described
 from rl4llm.extensions.view.index import COLUMNS, token_ids_of
 from rl4llm.extensions.view.run import ViewedRun
@@ -107,9 +108,12 @@ def rows_of(run: ViewedRun, start: int, generation: int) -> dict[str, Any]:
 
 
 def episode_of(run: ViewedRun, number: int) -> dict[str, Any]:
-    """Return an episode, the text of its tokens by id, and small copies of its images by digest."""
+    """Return an episode, the text of its tokens by id, what an agent did, and small copies of its images by digest."""
     episode = run.index.episode(number)
     answer: dict[str, Any] = {"episode": episode, "texts": run.texts.of(token_ids_of(episode))}
+    answer["conversations"] = conversations(episode, run.texts)
+    if isinstance(extras := episode.get("extras"), dict):
+        answer["changes"] = changed_files(extras.get("changes"))
     if digests := digests_of(episode):
         answer["images"] = load("rl4llm.extensions.view.pictures:small_copies")(run.path / "images", digests)
     return answer

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl4llm.commands.output import show
+from rl4llm.extensions.view.agent import in_lines
 from rl4llm.extensions.view.bands import described
 from rl4llm.extensions.view.run import ViewedRun
 from rl4llm.extensions.view.words import dicts_in
@@ -65,4 +66,6 @@ def _episode(run: ViewedRun, item: Mapping[str, Any]) -> Iterator[str]:
         text = "\n".join([*filter(None, [str(message.get("content") or "")]), *calls])
         rest = f" … {len(text) - LONGEST:,} more characters" if len(text) > LONGEST else ""
         yield visible(f"{message.get('role')}: {text[:LONGEST]}{rest}")
+    for line in in_lines(episode):
+        yield visible(line)
     yield visible(f"reward {episode.get('reward')}, {episode.get('stop_reason')}\n")

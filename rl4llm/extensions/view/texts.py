@@ -25,12 +25,19 @@ class TokenTexts:
 
     def of(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return the text of each of these ids that the tokenizer knows."""
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
         tokens = {token for token in token_ids if isinstance(token, int)}
-        if self._tokenizer is not None:
+        if self._loaded() is not None:
             self._pieces |= {token: self._piece(token) for token in tokens - self._pieces.keys()}
         return {token: piece for token in tokens if (piece := self._pieces.get(token)) is not None}
+
+    def joined(self, token_ids: Iterable[int]) -> str:
+        """Return the text of these tokens together, "" without a tokenizer."""
+        ids = [token for token in token_ids if isinstance(token, int) and 0 <= token < 2**32]
+        return str(tokenizer.decode(ids, skip_special_tokens=False)) if (tokenizer := self._loaded()) else ""
+
+    def _loaded(self) -> Any:
+        self._tokenizer = self._tokenizer or self._load()
+        return self._tokenizer
 
     def _load(self) -> Any:
         from tokenizers import Tokenizer  # noqa: PLC0415 - only for looking at tokens

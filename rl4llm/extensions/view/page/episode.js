@@ -1,9 +1,10 @@
 // One episode: its messages, next to the other samples of its prompt, and all values of each token.
 
+import { changes, tree, verdict } from "./agent.js";
 import { asText, h, longText, number, replace, signed } from "./dom.js";
 import { conversation } from "./message.js";
 
-const SHOWN = new Set(["step", "prompt_id", "sample", "reward", "rewards", "stop_reason", "ground_truth", "messages", "spans", "forks", "turns", "tokens", "credit", "mismatch", "failure", "failure_class", "role"]);
+const SHOWN = new Set(["step", "prompt_id", "sample", "reward", "rewards", "stop_reason", "ground_truth", "messages", "spans", "forks", "origins", "turns", "tokens", "credit", "mismatch", "failure", "failure_class", "role"]);
 const MOST_TOKENS = 3000;
 const MOST_BESIDE = 16;
 const COLOURS = [
@@ -49,7 +50,7 @@ export function episodeView(app) {
     return h("a", { href: "#/episodes" }, "‹ all episodes");
   }
 
-  function draw(run, row, { episode, texts, images }) {
+  function draw(run, row, { episode, texts, images, conversations, changes: files }) {
     const group = run.rows.filter((one) => one.file === row.file && one.prompt === row.prompt && one.role === row.role);
     replace(
       element,
@@ -57,7 +58,10 @@ export function episodeView(app) {
       h("h1", {}, `${row.set === "eval" ? "Held-out" : "Step"} ${row.step ?? "?"}, prompt ${row.prompt.slice(0, 200) || "?"}`, row.role ? `, ${row.role}` : "", h("span", { class: "quiet" }, ` sample ${row.sample ?? "?"}`), app.runs.length > 1 ? h("span", { class: "quiet" }, ` of ${run.name}`) : null),
       facts(episode, row),
       h("section", {}, h("h2", {}, "Conversation"), episode.messages?.length ? h("ol", { class: "messages" }, conversation(episode.messages, images)) : h("p", { class: "quiet" }, "No messages.")),
-      tokensSection(episode, texts),
+      tree(conversations),
+      verdict(episode.extras?.task),
+      changes(files),
+      tokensSection(episode, texts, conversations),
       beside(run, row, group),
       extra(episode),
     );
@@ -82,7 +86,7 @@ export function episodeView(app) {
     );
   }
 
-  function tokensSection(episode, texts) {
+  function tokensSection(episode, texts, conversations) {
     const records = [episode.spans ?? [], ...(episode.forks ?? [])];
     tokens = records.flatMap((spans, record) => spans.flatMap((span, at) => flatten(span, at, record, texts)));
     chips = [];
@@ -110,7 +114,7 @@ export function episodeView(app) {
       flow.querySelector(".more")?.remove();
       for (const [i, one] of added.entries()) {
         const token = tokens[from + i];
-        if (token.starts && token.record > 0 && token.span === 0) flow.append(h("p", { class: "quiet" }, `record ${token.record + 1}, of a history that was rewritten`));
+        if (token.starts && token.record > 0 && token.span === 0) flow.append(h("p", { class: "quiet" }, `conversation ${token.record + 1} ${conversations?.[token.record]?.how ?? ""}`));
         flow.append(one);
         if (/\n/.test(token.text)) flow.append(h("br", {}));
         chips.push(one);
@@ -201,7 +205,8 @@ export function episodeView(app) {
   }
 
   function extra(episode) {
-    const rest = Object.entries(episode).filter(([name, value]) => !SHOWN.has(name) && !(name === "extras" && !Object.keys(value ?? {}).length));
+    const { task, changes: diff, ...extras } = episode.extras ?? {};
+    const rest = Object.entries({ ...episode, extras }).filter(([name]) => !SHOWN.has(name) && !(name === "extras" && !Object.keys(extras).length));
     if (!rest.length) return null;
     return h("section", {}, h("h2", {}, "More that was noted"), h("table", { class: "config" }, rest.flatMap(([name, value]) => (name === "extras" ? Object.entries(value).map(([key, item]) => [`extras.${key}`, item]) : [[name, value]])).map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, longText(asText(value), 3000))))));
   }

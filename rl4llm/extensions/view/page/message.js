@@ -59,7 +59,7 @@ function nameOf(call) {
   return String((call.function ?? call).name ?? "?");
 }
 
-function folded(text, most) {
+export function folded(text, most) {
   const whole = h("div", { class: "content" }, longText(text));
   if (text.length <= most) return whole;
   return h("details", {}, h("summary", {}, `${text.slice(0, LINE).split("\n")[0]} …`, h("span", { class: "quiet" }, ` ${number(text.length)} characters`)), whole);
