@@ -30,6 +30,7 @@ COMMANDS: Registry[Any] = Registry(
 """Each command is a module, or an object in one, which has `add`."""
 
 INTERRUPTED, UNREAD = 130, 141  # what shells report for SIGINT and SIGPIPE
+HELP = ("-h", "--help")
 RESUMES = "The same command resumes from the last checkpoint."
 
 
@@ -108,7 +109,8 @@ def _reader_is_gone() -> bool:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; unlike argparse alone, this accepts overrides before and after options."""
-    parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    parser = build_parser(next((word for word in argv if word in HELP or not word.startswith("-")), ""))
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete  # noqa: PLC0415 - only for completion
 
@@ -132,8 +134,8 @@ def _as_override(word: str) -> str:
     return f"{key.lstrip('-').replace('-', '_')}={value}" if equals and word.startswith("--") else word
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; this imports nothing heavy."""
+def build_parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a command, or of all without its name; this imports nothing heavy."""
     parser = argparse.ArgumentParser(
         prog="rl4llm",
         description="Reinforcement learning for language models. Start with `rl4llm recipe quickstart`.",
@@ -145,7 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     # DeepSpeed's launcher puts it first; the environment variable LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_registered(commands, COMMANDS)
+    add_registered(commands, COMMANDS, command)
     return parser
 
 

@@ -214,6 +214,14 @@ def test_info_lists_versions_algorithms_environments_and_rewards(capsys):
     assert "threads" in cpu["what"]
 
 
+def test_only_the_command_that_is_named_is_read():
+    def commands(*words):
+        return [set(action.choices) for action in build_parser(*words)._actions if action.choices]
+
+    assert commands("train") == [{"train"}]
+    assert commands("tran") == commands("-h") == commands()
+
+
 def test_the_examples_in_every_help_text_can_be_parsed():
     (commands,) = (action.choices for action in build_parser()._actions if action.choices)
     assert len(commands) == len(list(COMMANDS))

@@ -35,9 +35,10 @@ def add_command(
     return command
 
 
-def add_registered(commands: Any, table: Registry[Any]) -> None:
-    """Add the commands of a table; running one whose package is broken or not installed raises its ConfigError."""
-    for name in {**dict.fromkeys(table), **table.extras}:
+def add_registered(commands: Any, table: Registry[Any], only: str = "") -> None:
+    """Add the commands of a table, or `only` one; a package that is broken or not installed raises when it is run."""
+    names = {**dict.fromkeys(table), **table.extras}
+    for name in [only] if only in names else names:
         try:
             command = table[name]
         except ConfigError:
