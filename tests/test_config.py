@@ -1,12 +1,13 @@
 """Configuration: every key and type is checked, and errors say what would be right."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from rl4llm.compose import build_algorithm
-from rl4llm.config import by_part, flatten, load_config, to_yaml
+from rl4llm.config import flatten, load_config
 from rl4llm.core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -98,7 +99,7 @@ TEXTS = [
     "key", ["data.system_prompt", "output.dir", "tracking.project", "data.answer_column"]
 )
 def test_a_text_key_takes_its_text_unchanged(key, text):
-    assert flatten(load_config(overrides=[*NEEDED, f"{key}={text}"]))[key] == text
+    assert flatten(load_config(overrides=[*NEEDED, f"{key}={text}"]).values())[key] == text
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_text_key_takes_its_text_unchanged(key, text):
 )  # fmt: skip
 def test_the_type_of_a_key_decides_how_its_value_is_read(override, value):
     key = override.partition("=")[0].removesuffix(".1")
-    assert flatten(load_config(overrides=[*NEEDED, override])).get(key, value) == value
+    assert flatten(load_config(overrides=[*NEEDED, override]).values()).get(key, value) == value
     if isinstance(value, dict):
         assert load_config(overrides=[*NEEDED, override]).env["level"] == value
 
@@ -128,7 +129,7 @@ def test_a_file_reads_a_text_key_as_it_is_written(text, tmp_path):
     config = load_config(tmp_path / "c.yaml", NEEDED)
     written = 1.1 if text == "1.10" else text  # an option of unknown type
     assert (config.output.dir, config.rollout.stop, config.env["level"]) == (text, [text, "#"], written)
-    assert by_part(config)["010"].data.answer_column == text
+    assert config.environments["010"].data.answer_column == text
 
 
 def test_a_file_may_share_values_and_leave_some_empty(tmp_path):
@@ -199,12 +200,36 @@ def test_another_name_does_not_inherit_the_options_of_the_first(tmp_path):
 
 def test_what_is_written_beside_a_run_reads_back_the_same(tmp_path):
     config = load_config(CONFIGS / "quickstart.yaml")
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert load_config(tmp_path / "config.yaml") == config
 
 
+def test_a_reference_has_the_value_of_any_layer(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "rollout: {prompts: 010}\nenv: {name: chat, size: '${rollout.prompts}'}\n"
+    )
+    keys = [*NEEDED, "data.limit=${env.size}", "parts.a.data.limit=${seed}", "seed=7"]
+    config = load_config(tmp_path / "c.yaml", keys)
+    assert (config.env["size"], config.data.limit) == (10, 10)
+    assert config.environments["a"].data.limit == 7
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / "c.yaml", [*keys, "eval.limit=${training.warmup}"])
+
+
+def test_what_is_derived_follows_a_changed_configuration(monkeypatch):
+    monkeypatch.setenv("STEPS", "5")
+    keys = ["max_steps=${oc.env:STEPS}", "parts.a.rollout.max_tokens=3"]
+    config = load_config(overrides=[*NEEDED, *keys])
+    assert (config.max_steps, config.stored()["max_steps"]) == (5, "${oc.env:STEPS}")
+    changed = replace(config, max_steps=6, rollout=replace(config.rollout, prompts=2))
+    assert changed.stored()["max_steps"] == 6
+    part = changed.environments["a"]
+    assert (part.max_steps, part.rollout.prompts, part.rollout.max_tokens) == (6, 2, 3)
+    assert changed.origin.keys == {"model.path", "data.path", "max_steps", "parts.a.rollout.max_tokens"}
+
+
 def test_a_user_sees_well_under_a_hundred_keys():
-    assert len(flatten(load_config(overrides=NEEDED))) <= 91
+    assert len(flatten(load_config(overrides=NEEDED).values())) <= 91
 
 
 def test_options_stay_until_another_name_is_given(tmp_path):

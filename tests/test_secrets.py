@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rl4llm.compose import build_trainer
-from rl4llm.config import as_written, load_config
+from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError, RunDirError
 from rl4llm.core.redact import HIDDEN
 from rl4llm.extensions.export.card import model_card
@@ -138,7 +138,7 @@ def test_a_reference_to_a_reference_stays_a_reference(monkeypatch):
     config = load_config(overrides=chain)
     assert config.env["note"] == "own-secret"
     assert (
-        as_written(config)["env"]["note"]
+        config.stored()["env"]["note"]
         == "${inference.api_key}"
-        == as_written(config, elsewhere=True)["env"]["note"]
+        == config.stored(elsewhere=True)["env"]["note"]
     )

@@ -23,7 +23,7 @@ def overrides(prefix: str, **_: Any) -> Iterable[str]:
     key, equals, _given = prefix.partition("=")
     if equals:
         return [f"{key}={value}" for value in choices_of(annotation_of(key)) or names(key)]
-    return [*(f"{name}=" for name in flatten(Config())), *configurations(prefix)]
+    return [*(f"{name}=" for name in flatten(Config().values())), *configurations(prefix)]
 
 
 def names(key: str) -> list[str]:

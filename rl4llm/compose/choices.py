@@ -11,7 +11,7 @@ from rl4llm.compose.engines import check_engine
 from rl4llm.compose.environments import EnvKeys, check_env_options, weighed
 from rl4llm.compose.models import check_backend
 from rl4llm.compose.setup import Given, build_algorithm, demand_device, device_of
-from rl4llm.config import Config, by_part
+from rl4llm.config import Config
 from rl4llm.config.keys import TrainingConfig
 from rl4llm.core.base_algorithm import Needs
 from rl4llm.core.errors import ConfigError, RL4LLMError
@@ -42,7 +42,7 @@ def check_config(config: Config, *, here: bool) -> None:
     RunDir(config.output.dir).check()
     demand_device(device_of(config))
     stored_config(config.model.path)
-    for name, part in by_part(config).items():
+    for name, part in config.environments.items():
         for source, split in ((part.data.path, part.data.split), (part.eval.path, part.eval.split)):
             if source is not None and source not in GENERATED:
                 in_part(name, check_source, source, split)
@@ -60,7 +60,7 @@ def check_choices(config: Config, given: Given, needs: Needs) -> None:
     for text, holds in _conflicts(config, given, needs).items():
         if holds:
             raise ConfigError(text)
-    for name, part in by_part(config).items():
+    for name, part in config.environments.items():
         # Hosts have their own environments and rewards.
         hosted = part.env.get("remote") or config.launch.env_hosts
         in_part(name, *((check_values, "env", EnvKeys, part.env) if hosted else (_check_part, part, given)))
@@ -144,7 +144,7 @@ def _escapes(config: Config) -> list[str]:
     r"""Return warnings about texts with a ``\n`` that a shell or single quotes kept, and that is not of TeX."""
     texts = {
         f"{f'parts.{name}.' if name else ''}{key}": text
-        for name, part in by_part(config).items()
+        for name, part in config.environments.items()
         for key, text in {
             "data.system_prompt": part.data.system_prompt or "",
             "data.prompt_template": part.data.prompt_template or "",
@@ -173,7 +173,7 @@ def rate_warnings(config: Config) -> list[str]:
             f"training.warmup_steps={training.warmup_steps} is more than the {steps} optimizer steps of the run, so it ends "
             f"at {steps / training.warmup_steps:.0%} of training.lr={lr:g}. Set it lower."
         ]
-    if "training.lr" in config.given or lr != TrainingConfig.lr:
+    if "training.lr" in config.origin.keys or lr != TrainingConfig.lr:
         return []
     fits = "for models of 1.5 billion parameters and more. Set training.lr=1e-5 for smaller ones, or 1e-4 for tiny ones"
     if config.model.lora.rank:
@@ -184,7 +184,7 @@ def rate_warnings(config: Config) -> list[str]:
 def nobody_starts(config: Config, ranks: int) -> str:
     """Return a warning if the section `launch` asks for processes that this trainer of `ranks` does not have; "" if not."""
     launch = config.launch
-    remote = any(part.env.get("remote") for part in by_part(config).values())
+    remote = any(part.env.get("remote") for part in config.environments.values())
     unstarted = {
         "servers": 0 if config.inference.get("url") else launch.servers,
         "env_hosts": 0 if remote else launch.env_hosts,

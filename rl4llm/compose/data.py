@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl4llm.compose.environments import make_prompts
 from rl4llm.compose.setup import Setup
-from rl4llm.config import Config, by_part
+from rl4llm.config import Config
 from rl4llm.core.base_algorithm import LearnsFrom
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, SpecialTokenError
@@ -156,11 +156,11 @@ def _mixed_prompts(
 ) -> MixedPrompts:
     """Make the order over several datasets, or over pools of one, which `rows` then lists; a pool weighs as its size."""
     config, ranks = setup.config, setup.machine.ranks
-    streams, weights, typed = {}, {}, by_part(config)
+    streams, weights = {}, {}
     for name, dataset in datasets.items():
         part = config.parts.get(name, {})
         seed = derive_seed(config.seed, "pool" if rows else "part", name)
-        shuffle = typed.get(name, config).data.shuffle
+        shuffle = config.environments.get(name, config).data.shuffle
         streams[name] = PromptStream(len(dataset), 1, seed=seed, shuffle=shuffle)
         weights[name] = len(dataset) if rows else part.get("weight", 1.0)
     return load("rl4llm.data.mixture:MixedPrompts")(

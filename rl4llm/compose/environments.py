@@ -113,7 +113,7 @@ def unset_notes(setup: Setup, env: BaseMDPEnv) -> Iterator[str]:
     if config.rewards is None and setup.given.reward_functions is None:
         names = ", ".join(reward.name for reward in env.reward_functions)
         yield f"rewards is not set: {names or 'only the rewards of turns count'}, as {type(env).__name__} defines"
-    limit, chosen = config.rollout.max_tokens, config.given
+    limit, chosen = config.rollout.max_tokens, config.origin.keys
     if limit == RolloutConfig.max_tokens and not any(key.endswith("rollout.max_tokens") for key in chosen):
         yield f"rollout.max_tokens is not set: a turn is cut off after {limit} tokens"
 

@@ -15,7 +15,7 @@ import xxhash
 
 from rl4llm.algorithms import ALGORITHMS
 from rl4llm.compose.identity import Identity
-from rl4llm.config import Config, LaunchConfig, as_written, flatten, to_yaml, variables_of
+from rl4llm.config import Config, flatten
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, RL4LLMError, RunDirError
@@ -210,7 +210,7 @@ def planned_run(setup: Setup, dataset: Any, force: bool) -> RunDir:
         identity = fixed | {"rollout.prompts": config.rollout.prompts * ranks.size}  # of all ranks
         identity["model.autocast"] = setup.machine.autocast  # another machine must not change it
         # Hashes of the environment variables that the configuration reads, except those of secrets.
-        public = [name for name, secret in variables_of(config).items() if not secret]
+        public = [name for name, secret in config.variables().items() if not secret]
         variables = {
             f"environment.{name}": xxhash.xxh32_hexdigest(os.environ.get(name, "").encode())
             for name in public
@@ -219,10 +219,10 @@ def planned_run(setup: Setup, dataset: Any, force: bool) -> RunDir:
             config.output.dir,
             identity | given_identity(setup.given, dataset),
             settings={"processes": ranks.size} | changeable | variables,
-            defaults=flatten(Config()) | variables,
+            defaults=flatten(Config().values()) | variables,
             allow_changes=force,
         )
-        run.keep("config.yaml", to_yaml(config), private=True)
+        run.keep("config.yaml", config.to_yaml(), private=True)
         run.hold(setup.identity.contents)
         return run
 
@@ -247,8 +247,8 @@ def _agreed(setup: Setup, work: Callable[[], RunDir]) -> RunDir:
 
 def refuse_hidden(config: Config) -> None:
     """Raise ConfigError if a secret was removed from the configuration when a run wrote it."""
-    for key, value in flatten(replace(config, launch=LaunchConfig())).items():
-        if HIDDEN in str(value):
+    for key, value in flatten(config.values()).items():
+        if HIDDEN in str(value) and not key.startswith("launch."):
             raise ConfigError(
                 f"{key} is {HIDDEN!r}, since a run writes no secrets. Set it again, as to ${{oc.env:NAME}}, or use the file "
                 "that the run was started with."
@@ -259,7 +259,7 @@ def fixed_and_changeable(config: Config) -> tuple[dict[str, Any], dict[str, Any]
     """Return the keys that a resumed run must not change, and every other one except output.dir, with their values."""
     fixed: dict[str, Any] = {}
     changeable: dict[str, Any] = {}
-    for key, value in flatten(as_written(config)).items():
+    for key, value in flatten(config.stored()).items():
         name = key.split(".", 2)[-1] if key.startswith("parts.") else key
         (changeable if name.startswith(MAY_CHANGE) else fixed)[key] = value
     del changeable["output.dir"]

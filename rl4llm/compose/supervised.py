@@ -17,7 +17,7 @@ from rl4llm.compose.environments import example_of_calls, make_env, make_rewards
 from rl4llm.compose.models import build_policy, build_reference, vision_of
 from rl4llm.compose.setup import Setup, held
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of
-from rl4llm.config import Config, to_yaml
+from rl4llm.config import Config
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
@@ -63,7 +63,7 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     config, note = with_steps(setup.config, len(fitted), setup.machine.ranks.size)
     setup = replace(setup, config=config)
     if note and setup.machine.ranks.is_first:
-        run.keep("config.yaml", to_yaml(config), private=True)  # with the steps
+        run.keep("config.yaml", config.to_yaml(), private=True)  # with the steps
     # The copy is made before training changes the policy's weights.
     start = copy.deepcopy(objects.model) if needs.reference else None
     backend = build_policy(setup)
@@ -105,7 +105,7 @@ def with_steps(config: Config, rows: int, ranks: int) -> tuple[Config, str]:
         return config, ""
     steps = math.ceil(round(epochs * rows / batch, 6))
     note = f"training.epochs={epochs:g}: {rows:,} rows in batches of {batch:,} are {steps:,} steps"
-    if "max_steps" in config.given and config.max_steps < steps:
+    if "max_steps" in config.origin.keys and config.max_steps < steps:
         return config, f"{note}, and max_steps={config.max_steps:,} ends the run earlier"
     return replace(config, max_steps=steps), note
 

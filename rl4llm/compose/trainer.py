@@ -26,7 +26,7 @@ from rl4llm.compose.environments import (
 )
 from rl4llm.compose.models import build_critic, build_policy, build_reference, plain_model, vision_of
 from rl4llm.compose.setup import Given, Machine, Setup, held, planned_run, refuse_hidden, set_up_torch
-from rl4llm.config import Config, as_written, by_part, flatten
+from rl4llm.config import Config, flatten
 from rl4llm.config.keys import SandboxConfig
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_env import BaseMDPEnv
@@ -76,7 +76,8 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     check_tokenizer(tokenizer, given.model or config.model.path, given=given.tokenizer is not None)
     setup = replace(setup, tokenizer=tokenizer)
     parts = {
-        name: in_part(name, with_hosts, replace(setup, config=part)) for name, part in by_part(config).items()
+        name: in_part(name, with_hosts, replace(setup, config=part))
+        for name, part in config.environments.items()
     }
     datasets = {name: in_part(name, training_rows, part) for name, part in parts.items()}
     setup.identity.add_tokenizer(config.model.path, tokenizer)
@@ -286,7 +287,7 @@ def tracker_of(setup: Setup, run: RunDir, warnings: Sequence[str], notes: Sequen
         project=tracking.project,
         episodes_every=tracking.episodes_every,
         episodes_per_step=tracking.episodes_per_step,
-        config=flatten(as_written(config)),
+        config=flatten(config.stored()),
         ranks=ranks,
         console=config.output.console,
     )

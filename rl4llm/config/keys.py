@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
-from rl4llm.config.references import References
-from rl4llm.core.schema import Beta, Count, Fraction, Natural, NonNegative, Positive, Range, Share
+from rl4llm.config.overrides import layer_of
+from rl4llm.config.resolve import Origin, flatten, merged, resolved, stored, variables
+from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.schema import Beta, Count, Fraction, Natural, NonNegative, Positive, Range, Share, refusal
 
 FREE = ("env", "inference", "algorithm", "backend")
 """Parts whose keys are the options of the class that their `name` stands for."""
@@ -198,7 +203,7 @@ class Config:
     env: dict[str, Any] = field(default_factory=lambda: {"name": "chat"})
     # names, or mappings with name, weight and options; null: the environment's
     rewards: list[Any] | None = None
-    # several environments in one run by name, see `by_part`
+    # several environments in one run by name, see `environments`
     parts: dict[str, Any] = field(default_factory=dict)
     # Draw more often what is solved half of the time: the least share of its weight that each of `parts` or, without
     # parts, each prompt keeps, or the column of the dataset whose values are pools; see data.mixture and data.curriculum.
@@ -220,9 +225,71 @@ class Config:
     deterministic: bool = False  # the same steps bit for bit, also after a resume
     threads: Annotated[int, Range(0, 1024)] = 0  # of torch on the CPU; 0 leaves torch's own choice
     timeout_s: Annotated[float, Range(1)] = 1800.0  # of waiting for the other ranks, if there are any
-    given: frozenset[str] = field(  # the keys that a file or an override has set
-        default=frozenset(), repr=False, compare=False, metadata={"omegaconf_ignore": True}
-    )
-    references: References = field(
-        default_factory=dict, repr=False, compare=False, metadata={"omegaconf_ignore": True}
-    )
+    origin: Origin = field(default=Origin(), repr=False, compare=False)
+
+    @cached_property
+    def environments(self) -> dict[str, Config]:
+        """The configuration of each environment: the only one is named "", or there is one for each of `parts`.
+
+        A part has a weight, and keys of `PART_KEYS`, which are laid over those of the run:
+
+            parts:
+              sums: {weight: 2, data: {path: arithmetic}, rewards: [{name: math, extract: answer}]}
+              tools: {data: {path: arithmetic}, env: {name: tool}, rollout: {max_tokens: 128}}
+        """
+        return {name: self._part(name, part) for name, part in self.parts.items()} or {"": self}
+
+    def _part(self, name: str, part: Any) -> Config:
+        if not isinstance(part, Mapping):
+            raise ConfigError(refusal(f"parts.{name}", part, dict))
+        try:
+            for key in flatten(part):
+                if not f"{key}.".startswith(tuple(f"{name}." for name in ("weight", *PART_KEYS))):
+                    section = key.partition(".")[0]
+                    inside = any(name.startswith(f"{section}.") for name in PART_KEYS)
+                    raise ConfigError(unknown("the key", key if inside else section, ("weight", *PART_KEYS)))
+            layer = layer_of({key: value for key, value in part.items() if key != "weight"}, Config)
+            values = self.values() | {"parts": {}, "curriculum": None}
+            return replace(Config.of(merged(values, layer, FREE)), origin=self.origin)
+        except ConfigError as error:
+            raise ConfigError(f"parts.{name}: {error}") from None
+
+    @classmethod
+    def of(
+        cls, values: Mapping[str, Any], keys: frozenset[str] = frozenset(), *, of_run: bool = False
+    ) -> Config:
+        """Return the configuration of merged layers, in which `keys` were set; raise ConfigError if it is wrong."""
+        config, origin = resolved(cls, values, of_run=of_run)
+        config.origin = replace(origin, keys=keys)
+        if not config.output.dir:
+            raise ConfigError("output.dir is empty. Set it to the directory of the run.")
+        config.output.dir = str(Path(config.output.dir))
+        for section in FREE:
+            if not isinstance(getattr(config, section).get("name"), str):
+                raise ConfigError(f"{section}.name is not set; `rl4llm info` lists the accepted names.")
+        if isinstance(config.curriculum, str) and config.parts:
+            raise ConfigError(
+                f"curriculum={config.curriculum!r} is not accepted with `parts`. Set the least share of its weight that a part "
+                "keeps, such as 0.1."
+            )
+        config.environments  # noqa: B018 - refuses a wrong part
+        return config
+
+    def values(self) -> dict[str, Any]:
+        """Return the keys and values as nested mappings."""
+        return {name: value for name, value in asdict(self).items() if name != "origin"}
+
+    def stored(self, *, elsewhere: bool = False) -> dict[str, Any]:
+        """Return the values in a form for other readers: without secrets, and with ``${oc.env:NAME}`` unresolved.
+
+        For processes `elsewhere`, only secret references stay unresolved.
+        """
+        return stored(self.values(), self.origin, elsewhere=elsewhere)
+
+    def to_yaml(self, *, elsewhere: bool = False) -> str:
+        """Return what `stored` returns as YAML."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.stored(elsewhere=elsewhere)))
+
+    def variables(self) -> dict[str, bool]:
+        """Return the environment variables that the values read, and whether each contains a secret."""
+        return variables(self.values(), self.origin)

@@ -71,7 +71,7 @@ def _pair(text: str, config: Any) -> tuple[str, Any]:
         ) from None
 
 
-def annotation(config: Any, names: Sequence[str]) -> Any:
+def annotation(config: Any, names: Sequence[str | int]) -> Any:
     """Return the annotation of a key of a configuration class; Any for the options of a name."""
     names = names[2:] if list(names[:1]) == ["parts"] else names  # the keys of a part are those of the run
     hint = config
@@ -139,26 +139,15 @@ def laid_over(below: Any, above: Any, where: str = "") -> Any:
             named = isinstance(item, str) and isinstance(value, Mapping)  # as in rewards=[math]
             items[int(number)] = laid_over({"name": item} if named else item, value, f"{where}.{number}")
         return items
+    for kind, other, words in ((list, Mapping, "a list"), (Mapping, list, "a mapping of keys")):
+        if isinstance(below, kind) and isinstance(above, other) and not _numbers(below):
+            raise ConfigError(f"{where}={above!r:.200} is not accepted. Accepted: {words}, as it is so far.")
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     return {
         **below,
         **{name: laid_over(below.get(name), above[name], f"{where}.{name}".lstrip(".")) for name in above},
     }
-
-
-def whole_lists(known: Any, given: Any, where: str = "") -> Any:
-    """Return what is given, with whole lists in place of single items of the lists that are known."""
-    if isinstance(known, list) and _numbers(given):
-        return laid_over(known, given, where)
-    for kind, other_kind in ((list, Mapping), (Mapping, list)):
-        if isinstance(known, kind) and isinstance(given, other_kind):
-            what = "a list" if kind is list else "a mapping of keys"
-            raise ConfigError(f"{where}={given!r:.200} is not accepted. Accepted: {what}, as it is so far.")
-    if not isinstance(given, Mapping):
-        return given
-    inner = known if isinstance(known, Mapping) else {}
-    return {name: whole_lists(inner.get(name), given[name], f"{where}.{name}".lstrip(".")) for name in given}
 
 
 def _numbers(value: Any) -> bool:

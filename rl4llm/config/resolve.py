@@ -1,131 +1,210 @@
-"""References in a configuration, such as ``${oc.env:NAME}``: resolved for use, but written as text."""
+"""From layers of nested mappings to typed values, and back to the text that others may read.
+
+`merged` lays a layer over others, `resolved` follows references such as ``${oc.env:NAME}`` and gives each value the type of
+its key, and `stored` writes the references back in place of what they stand for.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, ValidationError
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from rl4llm.core.errors import ConfigError
+from rl4llm.config.overrides import annotation, laid_over
+from rl4llm.core.errors import ConfigError, did_you_mean, unknown
 from rl4llm.core.redact import HIDDEN, is_secret_name, redacted
+from rl4llm.core.registry import elsewhere as answer_of
+from rl4llm.core.schema import check_fields, hints_of, means_null, refusal, typed
 
-Path = tuple[str | int, ...]
-References = dict[Path, tuple[str, Any]]
-"""The text of each reference and the value that it stands for, by the path of keys and indices to it."""
+T = TypeVar("T")
+Keys = tuple[str | int, ...]
 
 PATH_KEY = re.compile(r"(.+_)?(path|dir|ca)|cache|config|corpus")
 """Names of keys and options for paths, in which ``~`` and ``$NAME`` are expanded."""
 
-OWN = {("model",), ("data",), ("eval",), ("output",), ("sync",)}
+OURS = {("model",), ("data",), ("eval",), ("output",), ("sync",)}
 """Sections whose paths this machine opens; a class of the user may take addresses."""
 
 VARIABLE = re.compile(r"oc\.env:\s*([^,}\s]+)")
 
 
-def references_in(merged: DictConfig) -> References:
-    """Return the references of a configuration if one of them reads the environment, since others may refer to that one."""
-    texts = _texts(merged)
-    if not any(VARIABLE.search(text) for text in texts.values()):
-        return {}
-    values = OmegaConf.to_container(merged, resolve=True)
-    return {path: (text, _at(values, path)) for path, text in texts.items()}
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Where values come from: the keys that a file or an override set, and the texts of references with their values."""
+
+    keys: frozenset[str] = frozenset()
+    references: Mapping[Keys, tuple[str, Any]] = dataclasses.field(default_factory=dict)
 
 
-def expand_paths(merged: DictConfig) -> None:
-    """Expand ``~`` and ``$NAME`` in the values of `PATH_KEY`; raise ConfigError for an unset variable or a URL."""
-    for path, text in _leaves(OmegaConf.to_container(merged)):
-        if isinstance(text, str) and PATH_KEY.fullmatch(str(path[-1])):
-            expanded = os.path.expanduser(os.path.expandvars(text))
-            # A directory of that name would be made, and a run would be lost in it.
-            is_url = path[-2:-1] in OWN and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text)
-            if is_url or re.match(r"~|.*\$\w", expanded):
-                key = ".".join(map(str, path))
-                problem = (
-                    "is an address, not a path"
-                    if is_url
-                    else f"names {expanded!r}, which is unset or unknown"
-                )
-                raise ConfigError(f"{key}={text!r} {problem}. Write a path of this machine.")
-            _holder(merged, path)[path[-1]] = expanded
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Return every leaf of nested mappings by its dotted key."""
+    if not isinstance(values, Mapping):
+        return {prefix[:-1]: values}
+    return {key: value for name in values for key, value in flatten(values[name], f"{prefix}{name}.").items()}
 
 
-def _holder(merged: DictConfig, path: Path) -> Any:
-    holder: Any = merged
-    for name in path[:-1]:
-        holder = holder[name]
-    return holder
+def merged(values: dict[str, Any], layer: Mapping[str, Any], free: Iterable[str]) -> dict[str, Any]:
+    """Return values with a layer laid over them; the sections `free` have other keys with another name.
+
+    Raises ConfigError for an unknown key, and for a value in place of a section.
+    """
+    over: dict[str, Any] = laid_over(values, layer)
+    _check_keys(flatten(over), flatten(values), free)
+    for section in free:
+        name = layer.get(section, {}).get("name")
+        if name not in (None, values[section].get("name")):
+            over[section] = dict(layer[section])
+    return over
 
 
-def hide_unset(merged: DictConfig) -> None:
-    """Replace references that cannot be resolved with `HIDDEN`."""
-    for path in _texts(merged):
-        holder = _holder(merged, path)
-        try:
-            holder[path[-1]]
-        except InterpolationResolutionError:
-            # of a number; reading the configuration then names the variable
-            with contextlib.suppress(ValidationError):
-                holder[path[-1]] = HIDDEN
+def _check_keys(leaves: Mapping[str, Any], known: Mapping[str, Any], free: Iterable[str]) -> None:
+    sections, free = [f"{section}.name" for section in free], (*free, "rewards", "parts")
+    names = [key for key in known if key.split(".")[0] not in free]
+    for key in leaves:
+        if any(name.startswith(f"{key}.") for name in [*names, *sections]):
+            raise ConfigError(refusal(key, leaves[key], dict))
+        section, _, leaf = key.rpartition(".")
+        if key.split(".")[0] in free or key in names:
+            continue
+        if answer := answer_of("key", key):
+            raise ConfigError(f"Unknown configuration key: {answer}")
+        inner = [name.removeprefix(f"{section}.") for name in names if name.startswith(f"{section}.")]
+        same = [name for name in names if name.rpartition(".")[2] == leaf]
+        near = (
+            did_you_mean(leaf, inner).replace("'", f"'{section}.", 1) if inner else did_you_mean(key, names)
+        )
+        near = f" Did you mean {same[0]!r}?" if same else near
+        listed = [f"{section}.{name}" for name in inner] or {
+            name.split(".")[0]: 0 for name in [*names, *free]
+        }
+        raise ConfigError(f"Unknown configuration key {key!r}.{near} Known: {', '.join(listed)}.")
 
 
-def written(values: dict[str, Any], references: References, *, elsewhere: bool = False) -> dict[str, Any]:
-    """Return a resolved configuration as it may be written: without secrets, and with references as text.
+def resolved(config: type[T], values: Mapping[str, Any], *, of_run: bool = False) -> tuple[T, Origin]:
+    """Return the configuration of merged values, and their references; raise ConfigError for a wrong value.
+
+    `of_run` hides references to unset variables.
+    """
+
+    def typed_leaf(keys: Keys, value: Any) -> Any:
+        hint = annotation(config, keys)
+        if means_null(value, hint):
+            raise ConfigError(refusal(".".join(map(str, keys)), value, hint))
+        return typed(_expanded(keys, value), hint)
+
+    try:
+        tree = OmegaConf.create(_changed(values, typed_leaf))
+        texts = {keys: text for keys, text in _leaves(OmegaConf.to_container(tree)) if "${" in str(text)}
+        for keys in texts if of_run else ():
+            try:
+                _at(tree, keys)
+            except InterpolationResolutionError:
+                _at(tree, keys[:-1])[keys[-1]] = HIDDEN
+        if missing := sorted(OmegaConf.missing_keys(tree)):
+            raise ConfigError(f"{missing[0]} is not set. Set it in the file, or with {missing[0]}=...")
+        plain = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    plain = _changed(plain, lambda keys, value: typed(value, annotation(config, keys)))
+    built = _built(config, plain)
+    check_fields(built)
+    # one that reads no variable may refer to one that does
+    used = texts if any(VARIABLE.search(text) for text in texts.values()) else ()
+    return built, Origin(references={keys: (texts[keys], _at(plain, keys)) for keys in used})
+
+
+def _built(config: Any, values: Mapping[str, Any]) -> Any:
+    """Return a dataclass, and those in it, from nested mappings."""
+    hints = hints_of(config)
+    for name in values.keys() - hints.keys():  # such as "lora.rank" of a mapping
+        raise ConfigError(unknown("the key", name, hints))
+    sections = {
+        name: _built(hints[name], values[name]) for name in values if dataclasses.is_dataclass(hints[name])
+    }
+    return config(**{**values, **sections})
+
+
+def _expanded(keys: Keys, text: Any) -> Any:
+    """Return a path with ``~`` and ``$NAME`` expanded; raise ConfigError for an unset variable or a URL."""
+    if not isinstance(text, str) or not PATH_KEY.fullmatch(str(keys[-1])):
+        return text
+    expanded = os.path.expanduser(os.path.expandvars(text))
+    # A directory of that name would be made, and a run would be lost in it.
+    is_url = keys[-2:-1] in OURS and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text)
+    if is_url or re.match(r"~|.*\$\w", expanded):
+        problem = "is an address, not a path" if is_url else f"names {expanded!r}, which is unset or unknown"
+        raise ConfigError(f"{'.'.join(map(str, keys))}={text!r} {problem}. Write a path of this machine.")
+    return expanded
+
+
+def stored(values: Any, origin: Origin, *, elsewhere: bool = False) -> dict[str, Any]:
+    """Return resolved values as they may be written: without secrets, and with references as text.
 
     `elsewhere` keeps as text only what is secret: other variables may have another value on another machine.
     """
-    secret = _secret_paths(values, references)
-    for path, (text, value) in references.items():
-        holder = _at(values, path[:-1])
-        is_hidden = path in secret or not elsewhere
-        if is_hidden and _at(holder, path[-1:]) == value:  # not where it was replaced since
-            holder[path[-1]] = text
-    visible = redacted(values)
-    assert isinstance(visible, dict)
+    secret = _secret(values, origin)
+    texts = {keys: pair for keys, pair in origin.references.items() if keys in secret or not elsewhere}
+
+    def text_of(value: Any, keys: Keys) -> Any:
+        if keys in texts and texts[keys][1] == value:  # not where it was replaced since
+            return texts[keys][0]
+        if isinstance(value, Mapping):
+            return {name: text_of(item, (*keys, name)) for name, item in value.items()}
+        if isinstance(value, list):
+            return [text_of(item, (*keys, number)) for number, item in enumerate(value)]
+        return value
+
+    visible: dict[str, Any] = redacted(text_of(values, ()))
     return visible
 
 
-def variables(values: dict[str, Any], references: References) -> dict[str, bool]:
+def variables(values: Any, origin: Origin) -> dict[str, bool]:
     """Return the environment variables that a configuration reads, and whether each holds a secret."""
-    secret = _secret_paths(values, references)
-    secrets: dict[str, bool] = {}
-    for path, (text, _) in references.items():
+    secret, secrets = _secret(values, origin), dict[str, bool]()
+    for keys, (text, _) in origin.references.items():
         for name in VARIABLE.findall(text):
-            secrets[name] = secrets.get(name, False) or path in secret
+            secrets[name] = secrets.get(name, False) or keys in secret
     return secrets
 
 
-def _secret_paths(values: dict[str, Any], references: References) -> set[Path]:
+def _secret(values: Any, origin: Origin) -> set[Keys]:
     """Return the references whose value is secret by its key, form or variable's name, or equals a secret one."""
-    visible = redacted(values)
+    references = origin.references
+    visible = redacted(values) if references else {}
     secret = {
-        path
-        for path, (text, value) in references.items()
-        if _at(visible, path) != _at(values, path) or any(map(is_secret_name, VARIABLE.findall(text)))
+        keys
+        for keys, (text, _) in references.items()
+        if _at(visible, keys) != _at(values, keys) or any(map(is_secret_name, VARIABLE.findall(text)))
     }
-    same = {str(references[path][1]) for path in secret}
-    return {path for path, (_, value) in references.items() if path in secret or str(value) in same}
+    same = {str(references[keys][1]) for keys in secret}
+    return {keys for keys, (_, value) in references.items() if keys in secret or str(value) in same}
 
 
-def _texts(merged: DictConfig) -> dict[Path, str]:
-    return {path: value for path, value in _leaves(OmegaConf.to_container(merged)) if "${" in str(value)}
+def _changed(values: Any, change: Callable[[Keys, Any], Any], keys: Keys = ()) -> Any:
+    """Return a copy of nested mappings and lists in which each leaf is replaced."""
+    if isinstance(values, Mapping):
+        return {name: _changed(value, change, (*keys, name)) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_changed(value, change, (*keys, number)) for number, value in enumerate(values)]
+    return change(keys, values)
 
 
-def _leaves(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(values: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     if not isinstance(values, dict | list):
-        yield path, values
+        yield keys, values
         return
     for name, value in values.items() if isinstance(values, dict) else enumerate(values):
-        yield from _leaves(value, (*path, name))
+        yield from _leaves(value, (*keys, name))
 
 
-def _at(values: Any, path: Iterable[str | int]) -> Any:
-    """Return the item at a path, or None."""
-    for name in path:
+def _at(values: Any, keys: Iterable[str | int]) -> Any:
+    """Return the item at a path of keys, or None."""
+    for name in keys:
         try:
             values = values[name]
         except (LookupError, TypeError):  # it was replaced since

@@ -5,7 +5,6 @@ A reference such as ``${oc.env:NAME}`` names a secret without holding it, so it 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,10 +51,6 @@ def redacted(config: Any) -> Any:
     >>> redacted({"name": "mcp", "command": ["server", "--token", "1"], "env": {"SEARCH": "1", "HOME": "${oc.env:HOME}"}})
     {'name': 'mcp', 'command': ['server', '--token', '(hidden)'], 'env': {'SEARCH': '(hidden)', 'HOME': '${oc.env:HOME}'}}
     """
-    if dataclasses.is_dataclass(config):
-        config = {
-            item.name: getattr(config, item.name) for item in dataclasses.fields(config) if not item.metadata
-        }
     if isinstance(config, Mapping):
         variables = "env" if "command" in config else None
         return {

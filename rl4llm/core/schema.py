@@ -9,6 +9,7 @@ arguments of a constructor that users call themselves.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -16,6 +17,7 @@ import math
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from rl4llm.core.errors import ConfigError, did_you_mean, unknown
@@ -34,6 +36,17 @@ WHAT: dict[Any, str] = {
     dict: "a mapping",
 }
 """The types that a configuration can hold, and their names in messages."""
+
+TRUTH = {
+    "1": True,
+    "yes": True,
+    "on": True,
+    "true": True,
+    "0": False,
+    "no": False,
+    "off": False,
+    "false": False,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,6 +218,20 @@ def fits(value: Any, hint: Any) -> bool:
     return kind not in WHAT or isinstance(value, kind)
 
 
+def typed(value: Any, hint: Any) -> Any:
+    """Return a value as an annotation takes it: a path as text, a text as a number, and a whole number as a float."""
+    kinds = _types(hint)
+    if isinstance(value, Path):
+        return str(value)
+    if bool in kinds and str not in kinds:
+        return TRUTH.get(str(value).lower(), value)
+    if isinstance(value, int | str) and not isinstance(value, bool) and not kinds & {str, Any}:
+        number = int if int in kinds else float if float in kinds else type(value)
+        with contextlib.suppress(ValueError):
+            return number(value)
+    return value
+
+
 def means_null(value: Any, hint: Any) -> bool:
     """Return whether a text such as None is given where any text is accepted, and null too, which was meant."""
     inner = get_args(hint)
@@ -248,10 +275,10 @@ def is_text(hint: Any) -> bool:
     return str in (kinds := _types(hint)) and kinds <= {str, types.NoneType}
 
 
-def hint_in(hint: Any, name: str) -> Any:
+def hint_in(hint: Any, name: str | int) -> Any:
     """Return the annotation of a field of a dataclass or of an item of a list; Any for what is not annotated."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return hints_of(hint).get(name, Any)
+        return hints_of(hint).get(str(name), Any)
     lists = (get_args(option) for option in (hint, *get_args(hint)) if _kind(option) is list)
     return next((inner[0] for inner in lists if inner), Any)
 

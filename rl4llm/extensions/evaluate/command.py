@@ -146,7 +146,7 @@ class _Report:
 
 def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
     """Measure the held-out set of a configuration."""
-    from rl4llm.config import as_written, flatten
+    from rl4llm.config import flatten
     from rl4llm.extensions.evaluate.play import evaluate, load
     from rl4llm.extensions.evaluate.scores import INTERVALS, differences, scores
     from rl4llm.tracking.tracker import rounded
@@ -164,7 +164,7 @@ def _of_config(arguments: argparse.Namespace, ks: Sequence[int]) -> _Report:
         "intervals": INTERVALS,
         "metrics": measured.metrics,
     }
-    written = flatten(as_written(config))
+    written = flatten(config.stored())
     result["setup"] = {key: written[key] for key in written if key.startswith(SETUP)}
     how = f"{measured.samples} sample(s) at temperature {measured.temperature:g}"
     title = f"{measured.model} on the held-out set of {arguments.config}, {how}"

@@ -31,7 +31,7 @@ class Plan:
     @property
     def changed(self) -> dict[str, Any]:
         """Return the keys that the definition fixes and the user changed; fewer problems are no change."""
-        now = flatten(self.config)
+        now = flatten(self.config.values())
         fixed = {key: value for key, value in self.benchmark.keys().items() if key != "eval.limit"}
         fixed |= {"data.system_prompt": None, "env.name": "chat"}
         return {key: now[key] for key, value in fixed.items() if now[key] != value}

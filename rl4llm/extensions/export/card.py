@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 import rl4llm
 from rl4llm.backends.source_form import source_file
-from rl4llm.config import Config, as_written, by_part
+from rl4llm.config import Config
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import redacted, redacted_text
 from rl4llm.envs import ENVIRONMENTS
@@ -60,7 +59,7 @@ def write_card(directory: Path, config: Config, step: int, run: RunDir) -> None:
     with suppress(ValueError, yaml.YAMLError):  # a card without readable metadata
         base_card = ModelCard(source.decode() if source else "").data.to_dict()
     architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
-    systems = _systems(run, next(iter(by_part(config))))
+    systems = _systems(run, next(iter(config.environments)))
     card = model_card(config, step, read_jsonl(run.eval_file), base_card, architecture, systems)
     card.save(directory / CARD)
 
@@ -78,7 +77,7 @@ def model_card(
     `base_card` is the metadata of the base model's card, `architecture` the class in the exported config.json, and `systems`
     the system prompts of stored episodes, by environment.
     """
-    base, name, parts = shown_path(config.model.path), str(config.algorithm["name"]), by_part(config)
+    base, name, parts = shown_path(config.model.path), str(config.algorithm["name"]), config.environments
     data = ", ".join(dict.fromkeys(shown_path(part.data.path) for part in parts.values()))
     language = ("text-generation", "AutoModelForCausalLM")
     kind, loader = next((KINDS[end] for end in KINDS if architecture.endswith(end)), language)
@@ -88,7 +87,7 @@ def model_card(
         license_text = (
             "Its license is unknown: set that of the base model, or a stricter one, before publishing."
         )
-    written = dict(_references(as_written(replace(config, references={})), as_written(config)))
+    written = dict(_references(redacted(config.values()), config.stored()))
     code = LOADS.format(loader) + (ASKS if loader == language[1] else "")
     lines = [
         f"# {base}, trained with {name}\n",
@@ -107,7 +106,7 @@ def model_card(
             lines += _request(keys, (systems or {}).get(part, ()), written)
         lines += ["## Use\n", *_block("bash", SERVERS)]
     lines += _block("python", code)
-    sections = as_written(config)
+    sections = config.stored()
     settings = {key: sections[key] for key in ("algorithm", "rollout", "training", "seed", "max_steps")}
     settings_text = DIRECTORY.sub("", yaml.safe_dump(settings, sort_keys=False)).strip()
     lines += ["## Training\n", *_block("yaml", settings_text)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl4llm.config import Config, load_config, to_yaml
+from rl4llm.config import Config, load_config
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.extensions.launch import modal, slurm
 from rl4llm.extensions.launch.roles import ClusterJob, roles
@@ -64,7 +64,7 @@ def prepared(
         roles(chosen, ("rl4llm", "launch", path)),
         Path.cwd(),
         options,
-        to_yaml(chosen, elsewhere=True),
+        chosen.to_yaml(elsewhere=True),
     )
     return directory, {**launcher.render(job), "config.yaml": job.config}, list(launcher.SUBMIT), job
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl4llm.config import Config, as_written, by_part, flatten, load_config, variables_of
+from rl4llm.config import Config, flatten, load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import HIDDEN
 from rl4llm.runs.run_dir import RunDir
@@ -158,7 +158,7 @@ def words(
         urls = [_url("server", host, number) for number, host in enumerate(hosts["server"])]
         return ["serve", "--engine", "sglang-router", *flags, "--worker-urls", *urls, *where]
     if role.name == "env":
-        names = dict.fromkeys(part.env["name"] for part in by_part(config).values())
+        names = dict.fromkeys(part.env["name"] for part in config.environments.values())
         return ["serve", "env", "--env", ",".join(names), *where]
     return ["launch", *source, *_connected(config, hosts), *_ranks(config, number, hosts["trainer"])]
 
@@ -213,7 +213,7 @@ def _server(config: Config, supervised: Sequence[str]) -> list[str]:
     named = ["--model-path", model] if engine == "sglang" else [model]
     shards = [SHARDS[engine], str(launch.server_gpus)] if launch.server_gpus > 1 else []
     in_turns = IN_TURNS[engine] if launch.server_gpus and config.inference.get("cohost") else ()
-    keys = flatten(config)
+    keys = flatten(config.values())
     computing = [f"{key}={str(keys[key]).lower()}" for key in COMPUTING] if engine == "embedded" else []
     flags = [*supervised, *named, *shards, *in_turns, *computing]
     return ["serve", "--engine", engine, *flags, *launch.server_flags]
@@ -251,13 +251,13 @@ def _secrets(config: Config, role: str) -> tuple[str, ...]:
     keys = [SERVER_KEY] if config.launch.servers and role in ("trainer", "server", "router") else []
     keys += [ENV_TOKEN] if config.launch.env_hosts and role in ("trainer", "env") else []
     # those that the configuration names are read when it is loaded
-    return tuple(dict.fromkeys([*keys, *(name for name, secret in variables_of(config).items() if secret)]))
+    return tuple(dict.fromkeys([*keys, *(name for name, secret in config.variables().items() if secret)]))
 
 
 def _check(config: Config, here: bool) -> None:
     """Refuse what would generate while servers sleep, serve everybody, or write keys into files."""
     launch, engine, cohost = config.launch, config.inference["name"], config.inference.get("cohost")
-    written = {} if here else flatten(as_written(config, elsewhere=True))
+    written = {} if here else flatten(config.stored(elsewhere=True))
     hidden = sorted(key for key, value in written.items() if HIDDEN in str(value))
     refusals = {
         "launch.router=true needs launch.servers, and no inference.cohost: its checks make sleeping servers generate. "

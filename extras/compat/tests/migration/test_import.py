@@ -38,7 +38,7 @@ def test_script_becomes_a_valid_configuration(tmp_path, capsys):
     assert main(["import", str(SCRIPT), "--out", str(out), "--rows", "7473"]) == 0, capsys.readouterr().err
     found = flatten(yaml.safe_load(out.read_text()))
     assert {key: found.get(key) for key in EXPECTED} == EXPECTED
-    assert flatten(load_config(out))["model.path"] == EXPECTED["model.path"]
+    assert flatten(load_config(out).values())["model.path"] == EXPECTED["model.path"]
 
 
 def test_every_key_of_a_script_is_named_in_a_comment():
@@ -205,7 +205,7 @@ def test_rows_name_keys_that_exist():
     assert not [name for name in names if row_of(name) is None]
     assert {row.by for row in ROWS.values()} <= CONVERTERS.keys()
     ours = {row.to for row in ROWS.values() if row.to and not row.to.startswith(("algorithm.", "env."))}
-    assert ours <= flatten(load_config(overrides={"model.path": "m"})).keys() | {"tracking.project"}
+    assert ours <= flatten(load_config(overrides={"model.path": "m"}).values()).keys() | {"tracking.project"}
 
 
 def test_longest_pattern_of_a_key_counts():

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from rl4llm.commands.scratch import existing
 from rl4llm.compose import server_urls
-from rl4llm.config import Config, by_part
+from rl4llm.config import Config
 from rl4llm.core.errors import EngineError, RunDirError
 from rl4llm.core.model_memory import Precision
 from rl4llm.core.tables import BACKENDS
@@ -26,7 +26,7 @@ def servers(bench: Bench) -> str:
     config = bench.config
     urls = [*server_urls(config), config.inference.get("router")]
     urls += [item.get("url") for item in judges_and_opponents(config)]
-    hosts = [host for part in by_part(config).values() for host in _remote(part)]
+    hosts = [host for part in config.environments.values() for host in _remote(part)]
     addresses = sorted({*map(_address, filter(None, urls)), *hosts})
     if not addresses:
         raise NotNeeded("the engine runs in this process, and no part names a server")

@@ -10,7 +10,6 @@ from rl4llm.compose.choices import in_part
 from rl4llm.compose.data import held_out_rows, training_rows
 from rl4llm.compose.environments import build_env, build_rewards, with_hosts
 from rl4llm.compose.supervised import dataset_renderer
-from rl4llm.config import by_part
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import DataError
 from rl4llm.data.answers import ANSWER_COLUMNS
@@ -23,7 +22,7 @@ from rl4llm.testing import check_env
 
 def data(bench: Bench) -> str:
     """Check that the rows can be read, both training and held-out ones."""
-    for name, config in by_part(bench.scratch).items():
+    for name, config in bench.scratch.environments.items():
         in_part(name, check_remote, config)
         setup = in_part(name, with_hosts, replace(bench.setup, config=config))
         part = Part(name, setup, in_part(name, training_rows, setup))

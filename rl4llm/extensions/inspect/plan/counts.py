@@ -33,7 +33,6 @@ from rl4llm.compose.models import vision_of
 from rl4llm.compose.setup import Setup
 from rl4llm.compose.supervised import dataset_reader
 from rl4llm.compose.trainer import batching_of
-from rl4llm.config import by_part
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TrainBatch, Trajectory, images_of
@@ -81,7 +80,7 @@ def _count_episodes(setup: Setup, context_length: int) -> Counts:
     with ExitStack() as opened:
         played: list[tuple[BaseMDPEnv, Renderer, int]] = []  # and the maximum tokens of a turn
         held_out = 0
-        for name, part in by_part(config).items():
+        for name, part in config.environments.items():
             env, measured = in_part(name, _environment, replace(setup, config=part))
             opened.callback(env.close)
             renderer = Renderer.of(env, tokenizer)

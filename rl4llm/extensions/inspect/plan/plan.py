@@ -13,7 +13,7 @@ from rl4llm.backends.models import empty_model
 from rl4llm.compose.choices import check_choices
 from rl4llm.compose.setup import Machine, Setup, demand_device
 from rl4llm.compose.supervised import with_steps
-from rl4llm.config import Config, by_part
+from rl4llm.config import Config
 from rl4llm.core.model_memory import ONE_SEQUENCE, Precision
 from rl4llm.extensions.inspect.plan.counts import Counts, count
 from rl4llm.extensions.inspect.plan.memory import Memory, Models, Phase
@@ -140,7 +140,7 @@ def _others(setup: Setup) -> dict[str, int]:
 
 def judges_and_opponents(config: Config) -> Iterator[Mapping[str, Any]]:
     """Yield the options of each reward and opponent that has any."""
-    for part in by_part(config).values():
+    for part in config.environments.values():
         opponents = part.env.get("opponents")
         items = (*(part.rewards or ()), *(opponents.values() if isinstance(opponents, Mapping) else ()))
         yield from (item for item in items if isinstance(item, Mapping))
