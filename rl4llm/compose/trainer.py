@@ -86,8 +86,7 @@ def build_trainer(config: Config, given: Given | None = None, *, force: bool = F
     if setup.needs.learns_from != "episodes":
         trainer: DatasetTrainer = load(SUPERVISED)(setup, datasets[""], run)
         return trainer
-    make = _reinforced(setup, parts, datasets)
-    return make(held(setup, run))
+    return _reinforced(setup, parts, datasets, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +138,8 @@ def _task(part: str, setup: Setup, dataset: Any, sandbox: Callable[[], Any]) -> 
 
 
 def _reinforced(
-    setup: Setup, parts: Mapping[str, Setup], datasets: Mapping[str, Any]
-) -> Callable[[RunDir], RLTrainer]:
+    setup: Setup, parts: Mapping[str, Setup], datasets: Mapping[str, Any], run: RunDir
+) -> RLTrainer:
     config, objects, algorithm, machine = setup.config, setup.given, setup.algorithm, setup.machine
     shared = Provided({"sandbox": lambda: build_sandbox(config)})
     if config.sandbox != SandboxConfig():
@@ -173,45 +172,37 @@ def _reinforced(
     ]
     longest = [(task.env, task.renderer, task.setup.config.rollout.max_tokens) for task in tasks]
     plan = micro_batch_plan(config, batching, longest, client.context_length).table()
-    failed, runner = config.rollout.max_failed_share, Runner()
-    played: dict[str, Any] = {
-        "client": client,
-        "runner": runner,
-        "seed": config.seed,
-        "max_failed_share": failed,
-    }
-
-    def make(run: RunDir) -> RLTrainer:
-        templates = dict.fromkeys(f"Chat template: {note}." for task in tasks for note in task.renderer.notes)
-        warnings_now = [*warnings_of(config), *warnings, *templates, *backend.warnings()]
-        unset = dict.fromkeys(note for task in tasks for note in unset_notes(task.setup, task.env))
-        tracker = tracker_of(setup, run, warnings_now, [client.path(), backend.path(), *unset])
-        client.report_to(tracker.warn)
-        for task in tasks:
-            task.env.report_to(tracker.warn)
-        measured = [task.rollout(task.held_out, **played) for task in tasks if task.held_out is not None]
-        _report_isolation(shared.made.get("sandbox") if machine.ranks.is_first else None, run, tracker)
-        return RLTrainer(
-            inference=Inference(
-                client=client,
-                runner=runner,
-                ranks=machine.ranks,
-                publisher=build_publisher(setup, client, run, tracker, beside),
-                canary=build_canary(setup, client) if config.sync.verify else None,
-                stop_above=config.mismatch.stop_above,
-            ),
-            rollout=_together([task.rollout(**played) for task in tasks]),
-            prompts=prompts,
-            plan=plan,
-            sampling_params=sampling_of(config),
-            eval_params=sampling_of(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
-            preparation=preparation,
-            staleness=Staleness(config.rollout.max_staleness, repeatable=config.deterministic),
-            evaluation=_together(measured) if measured else None,
-            **base_of(setup, backend, run, tracker),
-        )
-
-    return make
+    run = held(setup, run)
+    templates = [f"Chat template: {note}." for task in tasks for note in task.renderer.notes]
+    unset = [note for task in tasks for note in unset_notes(task.setup, task.env)]
+    warnings = [*warnings_of(config), *warnings, *templates, *backend.warnings()]
+    tracker = tracker_of(setup, run, warnings, [client.path(), backend.path(), *unset])
+    client.report_to(tracker.warn)
+    for task in tasks:
+        task.env.report_to(tracker.warn)
+    _report_isolation(shared.made.get("sandbox") if machine.ranks.is_first else None, run, tracker)
+    played: dict[str, Any] = {"client": client, "runner": Runner(), "seed": config.seed}
+    played["max_failed_share"] = config.rollout.max_failed_share
+    measured = [task.rollout(task.held_out, **played) for task in tasks if task.held_out is not None]
+    return RLTrainer(
+        inference=Inference(
+            client=client,
+            runner=played["runner"],
+            ranks=machine.ranks,
+            publisher=build_publisher(setup, client, run, tracker, beside),
+            canary=build_canary(setup, client) if config.sync.verify else None,
+            stop_above=config.mismatch.stop_above,
+        ),
+        rollout=_together([task.rollout(**played) for task in tasks]),
+        prompts=prompts,
+        plan=plan,
+        sampling_params=sampling_of(config),
+        eval_params=sampling_of(config).replace(temperature=config.eval.temperature, top_p=1.0, top_k=0),
+        preparation=preparation,
+        staleness=Staleness(config.rollout.max_staleness, repeatable=config.deterministic),
+        evaluation=_together(measured) if measured else None,
+        **base_of(setup, backend, run, tracker),
+    )
 
 
 def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout:
@@ -294,9 +285,9 @@ def tracker_of(setup: Setup, run: RunDir, warnings: Sequence[str], notes: Sequen
     if ranks.is_first:
         if precision := precision_of(config.model.autocast, setup.machine):
             tracker.note(precision)
-        for text in warnings:
+        for text in dict.fromkeys(warnings):
             tracker.warn(text)
-        for text in filter(None, notes):
+        for text in dict.fromkeys(filter(None, notes)):
             tracker.note(text)
     return tracker
 
