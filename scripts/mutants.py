@@ -467,7 +467,7 @@ COMPOSE = _of(
     ("typed_reference", "../config/resolve.py", "lambda keys, value: typed(value, annotation(config, keys))",
      "lambda keys, value: value", "test_config.py::test_what_is_derived_follows_a_changed_configuration"),
     ("options_of_a_name", "../config/resolve.py", 'name not in (None, values[section].get("name"))', "not name",
-     "test_config.py::test_another_name_does_not_inherit_the_options_of_the_first"),
+     "test_config.py::test_options_stay_until_another_name_is_given[name=dapo-options0]"),
     ("server_twice", "engines.py", "not urls or len(places) < len(urls)", "not urls",
      "test_build.py::test_no_server_or_the_same_twice_is_refused"),
     ("unfinished_model", "../runs/run_dir.py", "shutil.rmtree(leftover) if leftover.is_dir() else", "leftover.is_dir() or",
@@ -510,21 +510,11 @@ COMPAT = _of(
 RECIPES = _of(
     "extensions/recipes",
     "tests/extensions/recipes",
-    (
-        "verify_overrides",
-        "results.py",
-        "elif overrides := changes(run",
-        "elif overrides := changes([] and run",
-        "test_recipes.py::test_a_repetition_is_compared_with_runs_of_its_kind",
-    ),
-    (
-        "begun_with_overrides",
-        "command.py",
-        "if record[key] != value:",
-        "if False:",
-        "test_recipes.py::test_finished_stages_and_data_are_not_made_again",
-    ),
-)
+    ("verify_overrides", "results.py", "elif overrides := changes(run", "elif overrides := changes([] and run",
+     "test_recipes.py::test_a_repetition_is_compared_with_runs_of_its_kind"),
+    ("begun_with_overrides", "command.py", "if record[key] != value:", "if False:",
+     "test_recipes.py::test_finished_stages_and_data_are_not_made_again"),
+)  # fmt: skip
 
 MUTANTS = {
     mutant.name: mutant

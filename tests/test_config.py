@@ -77,21 +77,8 @@ def test_overrides_win_over_the_file_and_mappings_nest():
 
 
 TEXTS = [
-    "#### (.*)",
-    "run #2",
-    "{prompt}",
-    "2024_11_02",
-    "010",
-    "1.10",
-    "1e5",
-    "no",
-    "true",
-    "a: b",
-    "[x",
-    "'tis",
-    "!",
-    "-",
-]
+    "#### (.*)", "run #2", "{prompt}", "2024_11_02", "010", "1.10", "1e5", "no", "true", "a: b", "[x", "'tis", "!", "-",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -187,15 +174,17 @@ def test_paths_may_begin_with_the_home_directory_or_a_variable(form, tmp_path, m
     assert options == ["/home/me/docs", "/scratch/c", "/home/me/r"]
 
 
-def test_another_name_does_not_inherit_the_options_of_the_first(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("env: {name: tool, tools: [calculator]}\n")
-    assert load_config(path, [*NEEDED, "env.name=chat"]).env == {"name": "chat"}
-    assert load_config(path, [*NEEDED, "env.max_steps=2"]).env == {
-        "name": "tool",
-        "tools": ["calculator"],
-        "max_steps": 2,
-    }
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("name=dapo", {"name": "dapo"}),
+        ("clip_high=0.3", {"name": "grpo", "kl_coef": 0.1, "clip_high": 0.3}),
+        ("name=grpo", {"name": "grpo", "kl_coef": 0.1}),
+    ],
+)
+def test_options_stay_until_another_name_is_given(key, options, tmp_path):
+    (tmp_path / "c.yaml").write_text("algorithm: {name: grpo, kl_coef: 0.1}\n")
+    assert load_config(tmp_path / "c.yaml", [*NEEDED, f"algorithm.{key}"]).algorithm == options
 
 
 def test_what_is_written_beside_a_run_reads_back_the_same(tmp_path):
@@ -230,12 +219,3 @@ def test_what_is_derived_follows_a_changed_configuration(monkeypatch):
 
 def test_a_user_sees_well_under_a_hundred_keys():
     assert len(flatten(load_config(overrides=NEEDED).values())) <= 91
-
-
-def test_options_stay_until_another_name_is_given(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("model: {path: m}\ndata: {path: d}\nalgorithm: {name: grpo, kl_coef: 0.1}\n")
-    assert load_config(path, ["algorithm.name=grpo", "algorithm.clip_high=0.3"]).algorithm == {
-        "name": "grpo", "kl_coef": 0.1, "clip_high": 0.3,
-    }  # fmt: skip
-    assert load_config(path, ["algorithm.name=dapo"]).algorithm == {"name": "dapo"}

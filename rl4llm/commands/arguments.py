@@ -73,10 +73,8 @@ def _completed(argument: Any, completer: Callable[..., Iterable[str]]) -> None:
 
 
 def add_force(command: argparse.ArgumentParser) -> None:
-    """Add --force."""
     command.add_argument("--force", action="store_true", help="resume even if the configuration changed")
 
 
 def add_json(command: argparse.ArgumentParser, what: str = "print the result as JSON, for scripts") -> None:
-    """Add --json."""
     command.add_argument("--json", action="store_true", help=what)

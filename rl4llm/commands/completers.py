@@ -17,12 +17,14 @@ def configurations(prefix: str, **_: Any) -> Iterable[str]:
 
 def overrides(prefix: str, **_: Any) -> Iterable[str]:
     """Return configuration keys, the values of a key with few of them, and YAML files to merge over the first."""
-    from rl4llm.config import Config, annotation_of, flatten
+    from rl4llm.config import Config, flatten
+    from rl4llm.config.overrides import annotation
     from rl4llm.core.schema import choices_of
 
     key, equals, _given = prefix.partition("=")
     if equals:
-        return [f"{key}={value}" for value in choices_of(annotation_of(key)) or names(key)]
+        values = choices_of(annotation(Config, key.split("."))) or names(key)
+        return [f"{key}={value}" for value in values]
     return [*(f"{name}=" for name in flatten(Config().values())), *configurations(prefix)]
 
 

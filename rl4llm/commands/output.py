@@ -27,7 +27,6 @@ class Facts:
     rows: Sequence[Sequence[Any]]
 
     def table(self) -> Table:
-        """Return a table for the terminal."""
         return table(self.title, self.columns, self.rows)
 
 

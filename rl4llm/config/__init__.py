@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
-from rl4llm.config.keys import FREE, Config, LaunchConfig, TrackingConfig
-from rl4llm.config.overrides import annotation, layer_of, read_yaml
+from rl4llm.config.keys import FREE, Config, TrackingConfig
+from rl4llm.config.overrides import layer_of, read_yaml
 from rl4llm.config.resolve import flatten, merged
 from rl4llm.core.errors import ConfigError
 
-__all__ = ["CONFIGS", "Config", "LaunchConfig", "TrackingConfig", "annotation_of", "flatten", "load_config"]
+__all__ = ["CONFIGS", "Config", "TrackingConfig", "flatten", "load_config"]
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """The bundled configurations: a link to configs/ in a checkout, a copy in a wheel."""
@@ -51,11 +51,6 @@ def load_config(
     layer = layer_of(overrides, Config)
     values = merged(values, layer, FREE)
     return Config.of(values, frozenset(keys | flatten(layer).keys()), of_run=of_run)
-
-
-def annotation_of(key: str) -> Any:
-    """Return the annotation of a dotted key of `Config`; Any for the options of a name."""
-    return annotation(Config, key.split("."))
 
 
 def _read(path: Path) -> dict[str, Any]:

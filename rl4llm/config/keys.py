@@ -287,7 +287,6 @@ class Config:
         return stored(self.values(), self.origin, elsewhere=elsewhere)
 
     def to_yaml(self, *, elsewhere: bool = False) -> str:
-        """Return what `stored` returns as YAML."""
         return OmegaConf.to_yaml(OmegaConf.create(self.stored(elsewhere=elsewhere)))
 
     def variables(self) -> dict[str, bool]:
