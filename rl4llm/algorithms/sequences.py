@@ -74,7 +74,6 @@ class Sequences:
 
     @classmethod
     def of(cls, batch: TrainBatch) -> Sequences:
-        """Return the sequences of a batch."""
         ids_BT, _ = _sequence_ids(batch)
         place_N = batch.mask_BT.flatten().nonzero().squeeze(1)
         _, owner_N, lengths_S = ids_BT.flatten()[place_N].unique(return_inverse=True, return_counts=True)

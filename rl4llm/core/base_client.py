@@ -104,7 +104,6 @@ class BaseClient(TakesWeights, ABC):
         """End a conversation; the engine may drop its cache."""
 
     def __str__(self) -> str:
-        """Return its name in messages."""
         return type(self).__name__
 
     def report_to(self, warn: Callable[[str], None]) -> None:

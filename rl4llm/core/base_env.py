@@ -201,7 +201,6 @@ class BaseMDPEnv(Player):
         """Set the function for lines that the user should see."""
 
     def close(self) -> None:
-        """Release the rewards."""
         for reward_function in self.reward_functions:
             reward_function.close()
 

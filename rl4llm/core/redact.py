@@ -87,7 +87,6 @@ def is_secret_name(name: str) -> bool:
 
 
 def _item(name: str, value: Any) -> Any:
-    """Redact the value of a key."""
     like_a_key = isinstance(value, str) and name.lower().endswith("key") and LIKE_A_KEY.fullmatch(value)
     return _hidden(value) if is_secret_name(name) or like_a_key else redacted(value)
 

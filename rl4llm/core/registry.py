@@ -249,7 +249,6 @@ def lazy(module: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
 
 
 def stubbed(stub: Path) -> dict[str, str]:
-    """Return the module of each name that a stub imports."""
     nodes = ast.parse(stub.read_text(encoding="utf-8")).body if stub.exists() else ()
     return {
         alias.name: node.module

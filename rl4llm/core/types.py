@@ -350,7 +350,6 @@ class TrainBatch:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], images: tuple[Image, ...] = ()) -> TrainBatch:
-        """Return a batch with these tensors, by name."""
         names = {item.name for item in fields(cls)}
         columns: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in names}
         return cls(

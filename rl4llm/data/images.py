@@ -201,7 +201,6 @@ class ImageStore:
         return pixels
 
     def png(self, image: Image) -> bytes:
-        """Return an image as a PNG file."""
         pixels_HWC = self.pixels(image)
         file = self._directory / f"{image.digest}.png" if self._directory else None
         if file is not None and file.exists():

@@ -332,6 +332,5 @@ def _column(row: Mapping[str, Any], option: str, column: str) -> Any:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is a text or a list of parts with text."""
     parts = value if isinstance(value, list | tuple) else [{"text": value}]
     return all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts)

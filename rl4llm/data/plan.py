@@ -22,12 +22,10 @@ class RolloutSize:
 
     @property
     def trajectories(self) -> int:
-        """Return the number of trajectories of a rollout."""
         return self.prompts * self.samples * self.roles
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest trajectory."""
         return self.prompt_tokens + self.new_tokens
 
 
@@ -44,7 +42,6 @@ class BatchPlan(RolloutSize):
     sequences: tuple[int, ...]
 
     def table(self) -> list[dict[str, object]]:
-        """Return the plan as rows of a table."""
         rows = {
             "prompts per rollout": self.prompts,
             "samples per prompt": self.samples,

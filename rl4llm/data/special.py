@@ -139,7 +139,6 @@ class SpecialTokens:
         return bool(self._marks) and self._nonce.lower() in text.lower()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text with marks."""
         if self._nonce.lower() in self._marks_pattern.sub("", text).lower():
             raise TemplateError("the template alters texts, so that special tokens in it cannot be escaped")
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:

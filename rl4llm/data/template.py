@@ -272,11 +272,9 @@ class ChatTemplate:
         return self._again(self.tools, ANOTHER_DAY)
 
     def without_tools(self) -> ChatTemplate:
-        """Return the same template without tools."""
         return self._again(None) if self.tools else self
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        """Return the same template with tools."""
         return self._again(tools)
 
     def _again(self, tools: Sequence[Mapping[str, Any]] | None, day: datetime = PINNED_DAY) -> ChatTemplate:

@@ -89,7 +89,6 @@ class Rollout:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows in the dataset."""
         return len(self.env.dataset)
 
     @property

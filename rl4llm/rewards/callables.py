@@ -98,7 +98,6 @@ class BatchCallable(BaseBatchReward):
         self.needs_ground_truth = truth is not None and truth.default is truth.empty
 
     def score_batch(self, samples: Sequence[SampleState]) -> Sequence[Score | Exception]:
-        """Return the function's scores."""
         available = self.columns(samples)
         kinds = {name: parameter.kind for name, parameter in self.parameters.items()}
         takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()

@@ -66,7 +66,6 @@ class LengthReward(BaseRewardFunction):
         return [self.at(_chars(policy_messages(sample))) for sample in samples]
 
     def at(self, length: int) -> float:
-        """Return the score of a length."""
         excess = max(self.min_length - length, length - self.max_length, 0)
         if excess == 0:
             return self.inside

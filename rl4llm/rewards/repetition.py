@@ -55,7 +55,6 @@ class RepetitionPenalty(BaseRewardFunction):
         ]
 
     def at(self, token_ids: Sequence[int]) -> float:
-        """Return the penalty of a sequence of tokens."""
         ngrams = list(zip(*(islice(token_ids, start, None) for start in range(self.n)), strict=False))
         if not ngrams:
             return 0.0

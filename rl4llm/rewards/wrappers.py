@@ -151,7 +151,6 @@ class Gate(BaseWrapper):
         return scores
 
     def examples(self) -> Sequence[RewardExample]:
-        """Return examples of `by` that get the score `otherwise`."""
         examples = [] if self.per_turn else self.by.examples()
         return [
             replace(case, score=self.otherwise) for case in examples if as_number(case.score) < self.at_least

@@ -72,7 +72,6 @@ def header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -46,7 +46,6 @@ class Ranks:
         return tensor
 
     def largest(self, number: int) -> int:
-        """Return the largest number of all ranks."""
         return number
 
     def share(self, value: T | None) -> T:

@@ -71,7 +71,6 @@ class OneThread:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether all work is done."""
         return self._last is None or self._last.done()
 
     def put(self, work: Callable[[], T]) -> Future[T]:

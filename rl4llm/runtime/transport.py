@@ -134,7 +134,6 @@ class Transport:
             await before.close()
 
     async def close(self) -> None:
-        """Close all connections."""
         sessions, self._session, self._before = (self._session, self._before), None, None
         for session in sessions:
             if session is not None and self._loop is asyncio.get_running_loop():

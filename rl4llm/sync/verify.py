@@ -263,7 +263,6 @@ class CanaryImage:
         return token_ids_BT
 
     def images(self, row: int, rows: int) -> Sequence[ImagePlace]:
-        """Return the images of one of the sequences."""
         return self.places if row == rows - 1 else ()
 
     def compared(self, logprobs_BT: Tensor) -> Tensor:

@@ -98,7 +98,6 @@ class Console:
         self._progress.alerts = dict(open_since)
 
     def note(self, text: str) -> None:
-        """Print a line."""
         if text and not self._quiet:
             self._print(text)
             self._last_line = self._now()
@@ -143,7 +142,6 @@ class RunProgress:
     _started: float | None = None
 
     def start(self) -> None:
-        """Start the clock."""
         self._started = self._last = self.now()
 
     def take_step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -69,7 +69,6 @@ class EpisodeLog:
                 file.unlink(missing_ok=True)
 
     def due(self, step: int) -> bool:
-        """Return whether episodes of this step are stored."""
         return self._every > 0 and step % self._every == 0
 
     def log(

@@ -141,7 +141,6 @@ class RunTracker:
             self._keep(alert)
 
     def stores_episodes(self, step: int) -> bool:
-        """Return whether the episodes of this step are stored."""
         return self._episodes is not None and self._episodes.due(step)
 
     def stopped_by(self, step: int, failed: Sequence[SampleState]) -> None:
@@ -174,7 +173,6 @@ class RunTracker:
         self.console.note(f"held-out at step {step}: {numbers}")
 
     def warn(self, text: str) -> None:
-        """Show a warning."""
         self.console.warn(text)
 
     def code_changed(self, step: int, names: Sequence[str]) -> None:
@@ -196,7 +194,6 @@ class RunTracker:
         self.console.note(text)
 
     def table(self, rows: Sequence[Sequence[Any]], header: Sequence[str] = (), title: str = "") -> None:
-        """Show a table."""
         self.console.table(rows, header, title)
 
     def close(self) -> None:
@@ -237,7 +234,6 @@ class RunTracker:
         self.console.alerts(self._alerts.open)
 
     def _opened(self, names: Sequence[str], step: int) -> Trackers:
-        """Return the trackers that could be opened."""
         run = self._run
         tracked = TrackedRun(run.path, step, self._project, run.run_id, self._config, self.warn)
         files = {"metrics.jsonl": run.metrics_file, "eval.jsonl": run.eval_file}
@@ -249,7 +245,6 @@ class RunTracker:
         return Trackers(trackers, self._tolerant)
 
     def _show_phase(self, phase: str) -> None:
-        """Show the phase that begins."""
         if phase != "step":  # all the others are inside it
             self.console.phase(phase)
 
@@ -261,7 +256,6 @@ class RunTracker:
                 self._episodes.log(step, groups, failed, **details)
 
     def _title(self) -> str:
-        """Return the names of the run, the model and the algorithm."""
         model, algorithm = (str(self._config.get(key) or "") for key in ("model.path", "algorithm.name"))
         model = "" if "${" in model else PurePath(model).name  # a variable of the environment is left out
         return ", ".join(filter(None, (self._run.path.resolve().name, model, algorithm.upper())))

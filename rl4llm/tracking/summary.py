@@ -91,7 +91,6 @@ def last_words(trajectory: Trajectory) -> str:
 
 
 def summarize(groups: Sequence[Group], failed: Sequence[SampleState] = ()) -> dict[str, float]:
-    """Return `summarize_facts` of groups and failed samples."""
     return summarize_facts(facts(groups), faults(failed))
 
 
@@ -128,7 +127,6 @@ def _summary(groups: Sequence[Sequence[Episode]], failed: Sequence[Failure]) -> 
 
 
 def _measures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """Metrics of the trajectories of groups."""
     trajectories = [trajectory for group in groups for trajectory in group]
     if not trajectories:
         return {"trajectories": 0.0}

@@ -319,7 +319,6 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         self.tracker.begin(step)
 
     def warn(self, text: str) -> None:
-        """Show a warning."""
         self.tracker.warn(text)
 
 

@@ -80,7 +80,6 @@ def listed(env: Any, split: str, limit: int) -> list[dict[str, Any]]:
 
 
 def split_of(messages: list[dict[str, Any]]) -> str:
-    """Return the split of a prompt."""
     digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()
     return "test" if digest[0] % HELD_OUT_SHARE == 0 else "train"
 

@@ -118,7 +118,6 @@ class OpenEnv(StepsEnv):
         ).start()
 
     def _action(self, reply: str) -> dict[str, Any] | None:
-        """Return the action in a reply, or None if there is none."""
         if self.action is not None:
             return {self.action: reply.strip()}
         try:

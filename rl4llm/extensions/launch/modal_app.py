@@ -198,7 +198,6 @@ class Programs:
             self._process.stdin.drain()
 
     def close(self) -> None:
-        """Terminate the sandbox."""
         with contextlib.suppress(modal.exception.Error):  # it may have ended
             self._sandbox.terminate()
 

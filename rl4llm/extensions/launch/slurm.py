@@ -72,7 +72,6 @@ def render(job: ClusterJob) -> dict[str, str]:
 
 
 def _head(job: ClusterJob, components: Sequence[Role]) -> list[str]:
-    """Return the resources of each component."""
     lines = [
         f"#SBATCH --job-name={job.name}",
         f"#SBATCH --output={job.name}-%j.log",

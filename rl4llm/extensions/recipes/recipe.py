@@ -94,7 +94,6 @@ class Recipe:
 
 
 def command(stage: str, words: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of a stage, which `words` fill."""
     arguments: list[str] = []
     for word in shlex.split(stage):
         arguments += words["overrides"] if word == "{overrides}" else [filled(word, words)]

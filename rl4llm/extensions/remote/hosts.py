@@ -241,7 +241,6 @@ class HostedEpisode:
                     raise
 
     async def end(self) -> None:
-        """Disconnect."""
         if self._talk is not None and self._link is not None:
             self._talk.end()
             self._talk = None

@@ -190,7 +190,6 @@ def row_json(row: Mapping[str, Any], where: str) -> str:
 
 
 def row_of(text: str) -> dict[str, Any]:
-    """Return a row that `row_json` wrote."""
     row: dict[str, Any] = json.loads(text)
     messages = row.get("messages")
     if isinstance(messages, list) and any(isinstance(item, dict) and "parts" in item for item in messages):

@@ -58,7 +58,6 @@ class RowTable:
         self._move([(row, next(holes)) for row in self.active if row.slot >= len(self.active)])
 
     def clear(self) -> None:
-        """Forget all rows and their cache."""
         self.active, self.parked = [], []
         self._cache.drop()
 

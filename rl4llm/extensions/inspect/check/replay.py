@@ -91,7 +91,6 @@ def _watched(
 
 
 def _inputs(update: FailedUpdate) -> Facts:
-    """Return the inputs of the step."""
     rows = []
     for number, batch in enumerate(update.batches):
         bad = [

@@ -127,7 +127,6 @@ def _algorithms() -> Iterator[Facts]:
 
 
 def _options(algorithm: type) -> dict[str, Any]:
-    """Return the default of each option by its name."""
     return {
         item.name: item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
         for item in dataclasses.fields(algorithm)

@@ -38,7 +38,6 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Total bytes."""
         return sum(self.parts.values())
 
 

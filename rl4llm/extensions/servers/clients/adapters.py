@@ -155,5 +155,4 @@ def adapter_name(prefix: str, weight_ref: WeightRef) -> str:
 
 
 def adapter_version(name: str) -> int:
-    """Return the version in a name from `adapter_name`."""
     return int(name.rpartition("-v")[2])

@@ -73,7 +73,6 @@ class Broadcast:
         self._meeting: Store | None = self._store(is_master=True)
 
     def connect(self) -> None:
-        """Connect to the servers' ranks."""
         # "tcp://" of torch would look for the store of torchrun's agent, which does not exist here.
         if self._meeting is None:
             raise ConnectionError(f"The process group {self.name} was left before it was complete.")

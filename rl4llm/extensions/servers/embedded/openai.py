@@ -78,7 +78,6 @@ class OpenAIEndpoints:
         self._thread = ThreadPoolExecutor(1)  # only one, since renderers are not made for several
 
     def model(self) -> dict[str, Any]:
-        """Return the description of the model."""
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "rl4llm"}
         return {**model, "max_model_len": self._engine.context_length}
 
