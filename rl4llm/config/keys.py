@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from omegaconf import MISSING, OmegaConf
 
 from rl4llm.config.overrides import layer_of
-from rl4llm.config.resolve import Origin, flatten, merged, resolved, stored, variables
+from rl4llm.config.resolve import VARIABLE, Origin, flatten, merged, resolved, with_references
 from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.redact import redacted
 from rl4llm.core.schema import Beta, Count, Fraction, Natural, NonNegative, Positive, Range, Share, refusal
 
 FREE = ("env", "inference", "algorithm", "backend")
@@ -284,11 +285,18 @@ class Config:
 
         For processes `elsewhere`, only secret references stay unresolved.
         """
-        return stored(self.values(), self.origin, elsewhere=elsewhere)
+        pairs = self.origin.references.items()
+        texts = {keys: reference for keys, reference in pairs if reference[2] or not elsewhere}
+        visible: dict[str, Any] = redacted(with_references(self.values(), texts))
+        return visible
 
     def to_yaml(self, *, elsewhere: bool = False) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(self.stored(elsewhere=elsewhere)))
 
     def variables(self) -> dict[str, bool]:
         """Return the environment variables that the values read, and whether each contains a secret."""
-        return variables(self.values(), self.origin)
+        secrets: dict[str, bool] = {}
+        for text, _, secret in self.origin.references.values():
+            for name in VARIABLE.findall(text):
+                secrets[name] = secrets.get(name, False) or secret
+        return secrets

@@ -1,7 +1,7 @@
 """From layers of nested mappings to typed values, and back to the text that others may read.
 
 `merged` lays a layer over others, `resolved` follows references such as ``${oc.env:NAME}`` and gives each value the type of
-its key, and `stored` writes the references back in place of what they stand for.
+its key, and `with_references` writes them back in place of what they stand for.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ OURS = {("model",), ("data",), ("eval",), ("output",), ("sync",)}
 VARIABLE = re.compile(r"oc\.env:\s*([^,}\s]+)")
 
 
+Reference = tuple[str, Any, bool]
+"""The text of a reference, the value that it stands for, and whether that is secret."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Where values come from: the keys that a file or an override set, and the texts of references with their values."""
+    """Where values come from: the keys that a file or an override set, and the references among them."""
 
     keys: frozenset[str] = frozenset()
-    references: Mapping[Keys, tuple[str, Any]] = dataclasses.field(default_factory=dict)
+    references: Mapping[Keys, Reference] = dataclasses.field(default_factory=dict)
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -113,9 +117,24 @@ def resolved(config: type[T], values: Mapping[str, Any], *, of_run: bool = False
     plain = _changed(plain, lambda keys, value: typed(value, annotation(config, keys)))
     built = _built(config, plain)
     check_fields(built)
-    # one that reads no variable may refer to one that does
-    used = texts if any(VARIABLE.search(text) for text in texts.values()) else ()
-    return built, Origin(references={keys: (texts[keys], _at(plain, keys)) for keys in used})
+    return built, Origin(references=_references(texts, plain))
+
+
+def _references(texts: Mapping[Keys, str], values: Any) -> dict[Keys, Reference]:
+    """Return the references if one of them reads the environment, since others may refer to that one.
+
+    A value is secret by its key, its form or its variable's name, and if it equals a secret one.
+    """
+    if not any(map(VARIABLE.search, texts.values())):
+        return {}
+    visible = redacted(values)
+    secret = {
+        str(_at(values, keys))
+        for keys, text in texts.items()
+        if _at(visible, keys) != _at(values, keys) or any(map(is_secret_name, VARIABLE.findall(text)))
+    }
+    pairs = ((keys, text, _at(values, keys)) for keys, text in texts.items())
+    return {keys: (text, value, str(value) in secret) for keys, text, value in pairs}
 
 
 def _built(config: Any, values: Mapping[str, Any]) -> Any:
@@ -142,47 +161,15 @@ def _expanded(keys: Keys, text: Any) -> Any:
     return expanded
 
 
-def stored(values: Any, origin: Origin, *, elsewhere: bool = False) -> dict[str, Any]:
-    """Return resolved values as they may be written: without secrets, and with references as text.
-
-    `elsewhere` keeps as text only what is secret: other variables may have another value on another machine.
-    """
-    secret = _secret(values, origin)
-    texts = {keys: pair for keys, pair in origin.references.items() if keys in secret or not elsewhere}
-
-    def text_of(value: Any, keys: Keys) -> Any:
-        if keys in texts and texts[keys][1] == value:  # not where it was replaced since
-            return texts[keys][0]
-        if isinstance(value, Mapping):
-            return {name: text_of(item, (*keys, name)) for name, item in value.items()}
-        if isinstance(value, list):
-            return [text_of(item, (*keys, number)) for number, item in enumerate(value)]
-        return value
-
-    visible: dict[str, Any] = redacted(text_of(values, ()))
-    return visible
-
-
-def variables(values: Any, origin: Origin) -> dict[str, bool]:
-    """Return the environment variables that a configuration reads, and whether each holds a secret."""
-    secret, secrets = _secret(values, origin), dict[str, bool]()
-    for keys, (text, _) in origin.references.items():
-        for name in VARIABLE.findall(text):
-            secrets[name] = secrets.get(name, False) or keys in secret
-    return secrets
-
-
-def _secret(values: Any, origin: Origin) -> set[Keys]:
-    """Return the references whose value is secret by its key, form or variable's name, or equals a secret one."""
-    references = origin.references
-    visible = redacted(values) if references else {}
-    secret = {
-        keys
-        for keys, (text, _) in references.items()
-        if _at(visible, keys) != _at(values, keys) or any(map(is_secret_name, VARIABLE.findall(text)))
-    }
-    same = {str(references[keys][1]) for keys in secret}
-    return {keys for keys, (_, value) in references.items() if keys in secret or str(value) in same}
+def with_references(values: Any, references: Mapping[Keys, Reference], keys: Keys = ()) -> Any:
+    """Return resolved values with references in place of what they stand for, except where it was replaced since."""
+    if keys in references and references[keys][1] == values:
+        return references[keys][0]
+    if isinstance(values, Mapping):
+        return {name: with_references(item, references, (*keys, name)) for name, item in values.items()}
+    if isinstance(values, list):
+        return [with_references(item, references, (*keys, number)) for number, item in enumerate(values)]
+    return values
 
 
 def _changed(values: Any, change: Callable[[Keys, Any], Any], keys: Keys = ()) -> Any:
