@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.base_env import BaseRewardFunction, RewardExample, RewardTransform, SampleState
+from rl4llm.core.base_reward import as_sample
 from rl4llm.core.errors import RewardError
 from rl4llm.core.types import TokenSpan
 from rl4llm.rewards.ask import SLOW_AFTER_S, Broken, Patience, ask
@@ -182,9 +183,8 @@ def _numbers(scores: Sequence[float]) -> str:
 
 
 def _example_sample(index: int, example: RewardExample) -> SampleState:
-    sample = SampleState(f"example-{index}", 0, list(example.messages), example.ground_truth, example.columns)
-    roles = [message.role for message in example.messages]
-    sample.init_msg_size = roles.index("assistant") if "assistant" in roles else len(roles)
+    sample = as_sample(example.messages, example.ground_truth, example.columns)
+    sample.prompt_id = f"example-{index}"
     if example.token_ids:
         tokens = tuple(example.token_ids)
         sample.spans.append(TokenSpan(tokens, "policy", (0.0,) * len(tokens), 0))

@@ -79,20 +79,20 @@ def constant_reward(row: Row, first: Sequence[Row]) -> str | None:
 
 
 def all_truncated(row: Row, first: Sequence[Row]) -> str | None:
-    share = _number(row, "truncated", below=0.0)
+    share = _number(row, "truncated")
     return f"{share:.0%} of the episodes reach a token limit" if share >= TRUNCATED else None
 
 
 def entropy_collapse(row: Row, first: Sequence[Row]) -> str | None:
     now, begin = _entropy(row), [entropy for early in first if (entropy := _entropy(early)) is not None]
-    if now is None or not begin or len(begin) < len(first) or _number(row, "accuracy", below=0.0) >= SUCCESS:
+    if now is None or not begin or len(begin) < len(first) or _number(row, "accuracy") >= SUCCESS:
         return None
     start = statistics.median(begin)
     return f"{now:.3g} nats per token; it was {start:.3g} at first" if now < COLLAPSED * start else None
 
 
 def growing_mismatch(row: Row, first: Sequence[Row]) -> str | None:
-    now = _number(row, "mismatch/mean", below=0.0)
+    now = _number(row, "mismatch/mean")
     begin = [value for early in first if (value := _number(early, "mismatch/mean", below=-1.0)) >= 0]
     if now > LARGE:
         return f"log-probs of engine and trainer differ by {now:.3g} nats per token"
@@ -116,7 +116,7 @@ def timeouts(row: Row, first: Sequence[Row]) -> str | None:
         for name, count in row.items()
         if count and name.startswith(("failures/", "played_again/")) and name.endswith("/timeout")
     }
-    attempts = _number(row, "trajectories", below=0.0) + _number(row, "failures", below=0.0)
+    attempts = _number(row, "trajectories") + _number(row, "failures")
     if not late or sum(late.values()) < LATE * attempts:
         return None
     counts = ", ".join(f"{count:.0f} {name.partition('/')[2]}" for name, count in sorted(late.items()))
@@ -127,8 +127,8 @@ def failing_part(row: Row, first: Sequence[Row]) -> str | None:
     """Return the sign if one environment fails, though its samples may be too few for rollout.max_failed_share."""
     for name in row:
         if name.startswith("part/") and name.endswith("/failures"):
-            failed, part = _number(row, name, below=0.0), name.removesuffix("/failures")
-            attempts = failed + _number(row, f"{part}/trajectories", below=0.0)
+            failed, part = _number(row, name), name.removesuffix("/failures")
+            attempts = failed + _number(row, f"{part}/trajectories")
             if failed and failed >= MOST * attempts:
                 return f"{failed:.0f} of {attempts:.0f} samples of {part.partition('/')[2]} failed"
     return None
@@ -138,27 +138,25 @@ def broken_tool(row: Row, first: Sequence[Row]) -> str | None:
     """Return the sign if a tool raises by mistake; that fails its samples or is shown to the policy: see `env.on_error`."""
     for name, count in row.items():
         match = _RAISED.fullmatch(name)
-        calls = _number(row, f"{match[1]}/calls", below=0.0) if match else 0.0
+        calls = _number(row, f"{match[1]}/calls") if match else 0.0
         if match and calls and count >= MOST * calls:
             return f"{count / calls:.0%} of the calls of tool {match[2]} raise {match[3]}"
     return None
 
 
 def failing_calls(row: Row, first: Sequence[Row]) -> str | None:
-    calls, errors = _number(row, "env/tool_calls", below=0.0), _number(row, "env/tool_errors", below=0.0)
+    calls, errors = _number(row, "env/tool_calls"), _number(row, "env/tool_errors")
     if not calls or errors < calls:
         return None
-    return f"all {calls * _number(row, 'trajectories', below=0.0):.0f} tool calls return an error"
+    return f"all {calls * _number(row, 'trajectories'):.0f} tool calls return an error"
 
 
 def refusals(row: Row, first: Sequence[Row]) -> str | None:
     """Return the sign if a judge refuses to read more answers than noticeable, and than in the first steps."""
     for name in row:
         if _REFUSED.fullmatch(name):
-            share = row[name] / max(1.0, _number(row, "trajectories", below=0.0))
-            before = [
-                early.get(name, 0.0) / max(1.0, _number(early, "trajectories", below=0.0)) for early in first
-            ]
+            share = row[name] / max(1.0, _number(row, "trajectories"))
+            before = [early.get(name, 0.0) / max(1.0, _number(early, "trajectories")) for early in first]
             if share > REFUSED and share > 2 * statistics.fmean(before or [0.0]):
                 return f"{name.split('/')[-2]} refused to read {share:.0%} of the answers"
     return None
@@ -166,22 +164,22 @@ def refusals(row: Row, first: Sequence[Row]) -> str | None:
 
 def no_calls(row: Row, first: Sequence[Row]) -> str | None:
     """Return the sign if a policy that may call tools never does, and is not good without them."""
-    if row.get("env/tool_calls") != 0.0 or _number(row, "accuracy", below=0.0) >= SUCCESS:
+    if row.get("env/tool_calls") != 0.0 or _number(row, "accuracy") >= SUCCESS:
         return None
-    return f"no tool was called in {_number(row, 'trajectories', below=0.0):.0f} episodes"
+    return f"no tool was called in {_number(row, 'trajectories'):.0f} episodes"
 
 
 def both_wait(row: Row, first: Sequence[Row]) -> str | None:
     """Return the sign if episodes may begin early, and the trainer and the servers wait for each other all the same."""
-    waits = _number(row, "time/rollout", below=0.0) / max(_number(row, "time/step", below=0.0), 1e-9)
-    idle = _number(row, "fleet/idle", below=0.0)
+    waits = _number(row, "time/rollout") / max(_number(row, "time/step"), 1e-9)
+    idle = _number(row, "fleet/idle")
     if "staleness" not in row or min(waits, idle) < BOTH_WAIT:
         return None
     return f"the trainer waits for episodes {waits:.0%} of a step, and servers have no request {idle:.0%} of the time"
 
 
 def clipped_first(row: Row, first: Sequence[Row]) -> str | None:
-    share = _number(row, "clip_fraction/first", below=0.0)
+    share = _number(row, "clip_fraction/first")
     return f"{share:.0%} of the tokens are clipped in the first updates of steps" if share > CLIPPED else None
 
 
@@ -193,7 +191,7 @@ RULES = (
         "Zero-variance groups teach nothing.",
         "data.path (too hard, or solved), rewards, rollout.group_size and rollout.temperature",
         enough=CONSTANT_GROUPS,
-        weight=lambda row: _number(row, "groups/count", below=0.0),
+        weight=lambda row: _number(row, "groups/count"),
     ),
     Rule(
         "everything truncated",
@@ -338,7 +336,7 @@ class Alerts:
         return Alert(rule.name, step, state.since, state.last, "", "", "") if state.open else None
 
 
-def _number(row: Row, name: str, below: float = -math.inf) -> float:
+def _number(row: Row, name: str, below: float = 0.0) -> float:
     """Return a metric; if it is missing or NaN, return `below`."""
     value = row.get(name)
     return below if value is None or math.isnan(value) else value
