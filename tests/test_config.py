@@ -28,7 +28,7 @@ def test_every_configuration_file_is_valid(path):
         "data=rows.jsonl", "rollout.prompts=12:30", "rewards=[{name: math, name: format}]", "rewards.0.weight=1",
         "output.dir=$NOT_SET/x", "output.dir=~nobody-here/x", "max_steps", "output.dir=s3://bucket/run",
         "data.system_prompt=None", "curriculum=none", "parts={a: {seed: 1}}", "parts={a: {rollout: {temperature: 0}}}",
-        "eval.path=${oc.env:NOT_SET}",
+        "eval.path=${oc.env:NOT_SET}", "model={lora.rank: 4}",
     ],
 )  # fmt: skip
 def test_a_wrong_override_is_refused(override):
@@ -71,8 +71,10 @@ def test_a_bundled_configuration_is_found_unless_a_local_exists(tmp_path, monkey
 
 
 def test_overrides_win_over_the_file_and_mappings_nest():
-    config = load_config(CONFIGS / "quickstart.yaml", {"training": {"lr": 1.0}, "rollout.prompts": 3})
+    keys = {"training": {"lr": 1.0}, "rollout.prompts": 3, "parts": {"a": {"data.path": "p"}}}
+    config = load_config(CONFIGS / "quickstart.yaml", keys)
     assert (config.training.lr, config.rollout.prompts) == (1.0, 3)
+    assert config.environments["a"].data.path == "p"
     assert config.rollout.group_size == load_config(CONFIGS / "quickstart.yaml").rollout.group_size
 
 
