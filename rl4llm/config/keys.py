@@ -270,8 +270,8 @@ class Config:
                 raise ConfigError(f"{section}.name is not set; `rl4llm info` lists the accepted names.")
         if isinstance(config.curriculum, str) and config.parts:
             raise ConfigError(
-                f"curriculum={config.curriculum!r} is not accepted with `parts`. Set the least share of its weight that a part "
-                "keeps, such as 0.1."
+                f"curriculum={config.curriculum!r} is not accepted with `parts`. Set the least share of its weight that a "
+                "part keeps, such as 0.1."
             )
         config.environments  # noqa: B018 - refuses a wrong part
         return config

@@ -87,7 +87,8 @@ GOOD = {
 }  # fmt: skip
 BAD = {
     "rank": ["3", 1.5, True, None], "share": ["0.5", True, None, [1.0], float("nan"), float("inf")],
-    "names": ["a", 1, [1], {"a": 1}], "by_name": ["a", [1]], "weights": [{"a": "1"}, {"a": None}, [1.0]], "mode": [1, None, "c"], "size": ["aut", 1], "on": ["yes", 1],
+    "names": ["a", 1, [1], {"a": 1}], "by_name": ["a", [1]], "weights": [{"a": "1"}, {"a": None}, [1.0]],
+    "mode": [1, None, "c"], "size": ["aut", 1], "on": ["yes", 1],
 }  # fmt: skip
 
 
