@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl4llm.extensions.sandbox import processes
 from rl4llm.extensions.sandbox.levels import ENVIRONMENT, LEVELS, bubblewrap
 from rl4llm.extensions.sandbox.packages import Mounted, import_paths
 from rl4llm.extensions.sandbox.program import Limits, Status
-from rl4llm.extensions.sandbox.seccomp import seccomp_filter
 from rl4llm.extensions.sandbox.wire import WireError, read, write
+from rl4llm.runtime import processes
+from rl4llm.runtime.seccomp import seccomp_filter
 
 INSIDE = [Path(__file__).with_name(name) for name in ("_inside.py", "_inside_objects.py", "_inside_tests.py")]
 _COMPILE = (

@@ -1,4 +1,4 @@
-"""The system calls that a sandboxed program is refused, as a filter in classic BPF.
+"""The system calls that an isolated program is refused, as a filter in classic BPF.
 
 Namespaces already isolate the objects of most of them. The filter also blocks the kernel's code, and the ways to hold
 memory that no limit counts. Numbers are those of Linux for x86-64 and arm64; other processors have no filter.
@@ -38,15 +38,24 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "set_mempolicy": (238, 237), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "iopl": (172, None), "ioperm": (173, None),
 }  # fmt: skip
+# What changes a user or owner does nothing where there is one user, and programs that install software expect success.
+ONE_USER = {
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setuid": (105, 146),
+    "setgid": (106, 144), "setreuid": (113, 145), "setregid": (114, 143), "setgroups": (116, 159),
+    "setresuid": (117, 147), "setresgid": (119, 149),
+}  # fmt: skip
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 CLONE, CLONE3, SOCKET, SOCKETPAIR, SETSOCKOPT = (56, 220), (435, 435), (41, 198), (53, 199), (54, 208)
 IOCTL, MMAP, FCNTL = (16, 29), (9, 222), (72, 25)
 
 
-def seccomp_filter(machine: str | None = None, *, loopback: bool = False) -> bytes | None:
+def seccomp_filter(
+    machine: str | None = None, *, loopback: bool = False, one_user: bool = False
+) -> bytes | None:
     """Return the filter for a processor, by default this one; None if its system call numbers are unknown.
 
-    With `loopback` it allows Internet sockets, whose buffers are taken from the whole machine's memory.
+    With `loopback` it allows Internet sockets, whose buffers are taken from the whole machine's memory. With `one_user`
+    the calls that change a user or an owner do nothing and succeed.
     """
     if (machine or platform.machine()) not in ARCHITECTURES:
         return None
@@ -59,6 +68,9 @@ def seccomp_filter(machine: str | None = None, *, loopback: bool = False) -> byt
         number = numbers[column]
         if number is not None:
             program += [_op(EQUAL, number, 0, 1), refuse]
+    for numbers in ONE_USER.values() if one_user else ():
+        if (number := numbers[column]) is not None:
+            program += [_op(EQUAL, number, 0, 1), _op(RETURN, ERRNO)]
     # Without clone3 libc uses clone, whose flags a filter can read.
     program += [_op(EQUAL, CLONE3[column], 0, 1), _op(RETURN, ERRNO | errno.ENOSYS)]
     program += _when(CLONE[column], [_op(LOAD, FIRST_ARGUMENT), _op(ANY_BIT, NEW_NAMESPACES, 0, 1), refuse])

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from rl4llm.extensions.sandbox.seccomp import ALLOW, ERRNO, KILL, REFUSED, seccomp_filter
+from rl4llm.runtime.seccomp import ALLOW, ERRNO, KILL, REFUSED, seccomp_filter
 
 PROCESSORS = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 REFUSAL = ERRNO | errno.EPERM
