@@ -1,0 +1,3 @@
+"""Workspaces: where commands of an agent or a policy work on a copy of a file system."""
+
+PROVIDES = {"rl4llm.parts": {"workspaces": "rl4llm.extensions.workspaces:Workspaces"}}

@@ -1,0 +1,225 @@
+"""The pool of workspaces: its options, how many are open at once, and the process that keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.schema import Count, checked
+from rl4llm.extensions.workspaces import images
+from rl4llm.extensions.workspaces.keeper import LOCK, remove
+from rl4llm.extensions.workspaces.namespaces import workspace_user
+from rl4llm.extensions.workspaces.network import proxy_environment
+from rl4llm.extensions.workspaces.start import ZERO, find_bwrap
+from rl4llm.extensions.workspaces.workspace import ANSWER_S, Workspace, WorkspaceError, message, reader, send
+
+PREFIX = "rl4llm-workspaces-"
+ENGINES = ("auto", "bubblewrap")
+PLACE_CHECK_S = 0.01
+ZERO_BYTES = 1 << 40
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8",
+    "TERM": "dumb",
+}  # fmt: skip
+_ROOT = str(Path(__file__).parents[3])
+_MAIN = "import sys; sys.path.insert(0, {!r}); from rl4llm.extensions.workspaces import keeper; keeper.main()"
+
+
+class Workspaces:
+    """Workspaces with the same image and limits, of which `count` are open at once.
+
+    Args:
+        image: "host" for the machine's own /usr, a directory, a tar of a file system (also compressed), a directory with an
+            OCI layout or with a Dockerfile, or a name that podman or docker knows.
+        engine: "auto" or "bubblewrap", which isolates programs with user namespaces.
+        network: names of hosts that programs reach over HTTP and HTTPS, through a proxy that is announced to them.
+        memory_bytes: memory of all processes of a workspace together.
+        processes: number of processes of a workspace.
+        disk_bytes: size of the files that differ from the image; each counts at least 4 KiB.
+        output_bytes: bytes of a program's output in a result.
+        count: number of workspaces that are open at once; `open` waits for a free place.
+
+    Nothing starts before the first `open`. Every failure of the machine raises WorkspaceError.
+    """
+
+    @checked("workspace")
+    def __init__(
+        self,
+        *,
+        image: str = "host",
+        engine: str = "auto",
+        network: Sequence[str] = (),
+        memory_bytes: Count = 1 << 30,
+        processes: Count = 256,
+        disk_bytes: Count = 1 << 30,
+        output_bytes: Count = 1 << 16,
+        count: Count = 16,
+    ):
+        if engine not in ENGINES:
+            raise ConfigError(unknown("workspace.engine", engine, ENGINES))
+        self.image = image
+        self._bwrap = find_bwrap()
+        images.kind_of(image)
+        self._limits = {"memory_bytes": memory_bytes, "processes": processes, "disk_bytes": disk_bytes}
+        self._network, self._output_bytes = list(network), output_bytes
+        self._images: dict[str, images.Image] = {}
+        self._places = threading.BoundedSemaphore(count)
+        self._lock = threading.Lock()
+        self._keeper: _Keeper | None = None
+
+    async def open(self, image: str | None = None, *, sockets: Mapping[int, str] | None = None) -> Workspace:
+        """Return a new workspace, as soon as fewer than `count` are open.
+
+        Args:
+            image: by default the pool's.
+            sockets: addresses of the host by the port that reaches them at 127.0.0.1 inside: a Unix socket's path, or
+                "127.0.0.1:N". Nothing else of the host's network is reachable.
+
+        Raises WorkspaceError, and ConfigError for an image that cannot be used.
+        """
+        while not self._places.acquire(blocking=False):
+            await asyncio.sleep(PLACE_CHECK_S)
+        try:
+            lower = await asyncio.to_thread(self._prepared, image or self.image)
+            return await self._open(lower, sockets or {})
+        except BaseException:
+            self._places.release()
+            raise
+
+    def close(self) -> None:
+        """End all workspaces, and remove them; a later `open` starts again."""
+        with self._lock:
+            keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close()
+
+    def _prepared(self, name: str) -> images.Image:
+        with self._lock:
+            if self._keeper is None or not self._keeper.runs():
+                self._keeper = _Keeper()
+            if name not in self._images:
+                try:
+                    self._images[name] = images.prepare(name)
+                except OSError as error:
+                    raise WorkspaceError(f"unpack: {name}: {error}") from error
+            return self._images[name]
+
+    async def _open(self, image: images.Image, sockets: Mapping[int, str]) -> Workspace:
+        keeper = self._keeper
+        if keeper is None:
+            raise WorkspaceError("open: the pool was closed")
+        directory = keeper.base / secrets.token_hex(8)
+        for path in (directory, *(directory / name for name in ("lower", "upper", "work", "merged"))):
+            path.mkdir(mode=0o755)
+            _give(path)
+        (directory / ZERO).touch(mode=0o644)
+        os.truncate(directory / ZERO, ZERO_BYTES)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        end, reply = os.pipe()
+        order = {
+            "directory": str(directory), "lower": str(image.root), "binds": image.binds, "cwd": image.cwd,
+            "sockets": {str(port): target for port, target in sockets.items()}, "network": self._network,
+            "bwrap": self._bwrap or "bwrap", **self._limits,
+        }  # fmt: skip
+        with theirs:
+            keeper.send(order, reply, theirs.fileno())
+        os.close(reply)
+        gone = await reader(end)
+        workspace = Workspace(
+            ours,
+            gone,
+            directory,
+            (
+                {**ENVIRONMENT, **(proxy_environment() if self._network else {}), **image.environment},
+                image.cwd,
+            ),
+            self._output_bytes,
+            _bring,
+            lambda: self._closed(directory),
+        )
+        try:
+            await asyncio.wait_for(message(gone, "open"), ANSWER_S)
+        except BaseException:
+            await workspace.close()
+            self._places.acquire(blocking=False)  # `open` gives the place back
+            raise
+        return workspace
+
+    async def _closed(self, directory: Path) -> None:
+        await asyncio.to_thread(remove, str(directory))
+        self._places.release()
+
+
+class _Keeper:
+    """The keeper's process, with the directory of its workspaces."""
+
+    def __init__(self) -> None:
+        _sweep()
+        self.base = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _MAIN.format(_ROOT), str(os.getpid()), str(self.base)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, self._control.close)
+
+    def runs(self) -> bool:
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def send(self, order: Mapping[str, object], *descriptors: int) -> None:
+        try:
+            send(self._control, order, *descriptors)
+        except OSError as error:
+            raise WorkspaceError(f"open: the keeper of the workspaces ended ({error})") from error
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait(ANSWER_S)
+        remove(str(self.base))  # does nothing unless the keeper was killed
+
+
+def _sweep() -> None:
+    """Remove the directories of pools whose processes were all killed."""
+    for base in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError), open(base / LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(str(base))
+
+
+async def _bring(source: Path, target: Path) -> None:
+    """Copy a file or a directory of the host to where a holder may read it."""
+
+    def copy() -> None:
+        try:
+            subprocess.run(["cp", "-a", "--reflink=auto", source, target], check=True, capture_output=True)
+            if os.getuid() == 0:
+                owner = f"{workspace_user()}:{workspace_user()}"
+                subprocess.run(["chown", "-hR", owner, target], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise WorkspaceError(
+                f"start: {source} cannot be copied: {getattr(error, 'stderr', error)!r}"
+            ) from error
+
+    await asyncio.to_thread(copy)
+
+
+def _give(path: Path) -> None:
+    if os.getuid() == 0:
+        os.chown(path, workspace_user(), workspace_user())

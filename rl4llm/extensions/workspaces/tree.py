@@ -1,0 +1,202 @@
+"""Files of a workspace. Each function runs in a separate process, which is locked into the tree: links are the policy's."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+MERGED, UPPER, LOWER = "merged", "upper", "lower"
+SMALLEST_FILE = 4096  # bytes that every entry counts, so that empty files are bounded too
+LONGEST_DIFF = 128 * 1024  # bytes of a file that is compared line by line
+MOST_LINES = 3000
+OPAQUE = "user.overlay.opaque"
+Place = tuple[str, bool]  # of something mounted: its path, and whether it is a directory
+
+
+def lock_into(directory: str) -> None:
+    os.chroot(directory)
+    os.chdir("/")
+
+
+def read(path: str, limit: int) -> bytes | None:
+    """Return the first bytes of a regular file, or None."""
+    lock_into(MERGED)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        return file.read(limit) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+
+
+def write(path: str, content: bytes, mode: int) -> None:
+    """Write a file, with its directories. What is in the way is replaced, a link too."""
+    lock_into(MERGED)
+    place, _ = _make(path, directory=False)
+    beside = os.path.join(os.path.dirname(place), ".rl4llm-written")
+    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    os.chmod(beside, mode & 0o777)
+    os.replace(beside, place)
+
+
+def make_places(places: Sequence[Place]) -> tuple[list[str], list[str]]:
+    """Make where something is mounted; return the paths without links, and what was created, in order.
+
+    bwrap would follow a link out of the tree.
+    """
+    lock_into(MERGED)
+    paths, created = [], []
+    for path, directory in places:
+        place, new = _make(path, directory=directory)
+        paths.append(place)
+        created += new
+    return paths, created
+
+
+def remove_places(created: Sequence[str]) -> None:
+    """Remove what `make_places` created, where it is still empty."""
+    lock_into(MERGED)
+    for path in reversed(created):
+        with suppress(OSError):
+            if os.path.isdir(path):
+                os.rmdir(path)
+            elif os.path.getsize(path) == 0:
+                os.remove(path)
+
+
+def _make(path: str, *, directory: bool) -> tuple[str, list[str]]:
+    """Return a path without links of a directory or a regular file, and what had to be created for it."""
+    place, created = "/", []
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    for position, part in enumerate(parts):
+        place = os.path.realpath(os.path.join(place, part))
+        wants_file = position == len(parts) - 1 and not directory
+        if os.path.lexists(place) and not (os.path.isfile(place) if wants_file else os.path.isdir(place)):
+            shutil.rmtree(place) if os.path.isdir(place) else os.remove(place)
+        for missing in reversed([place, *map(str, Path(place).parents)]):
+            if not os.path.lexists(missing):
+                _create(missing, directory=missing != place or not wants_file)
+                created.append(missing)
+    return place, created
+
+
+def _create(path: str, *, directory: bool) -> None:
+    if directory:
+        os.mkdir(path)
+    else:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o644))
+
+
+def size(pids: Sequence[int], most: int) -> int:
+    """Return the bytes that a workspace holds on the disk, deleted files that are open too; it stops above `most`."""
+    deleted = {}
+    for pid in pids:
+        with suppress(OSError):
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    state = os.stat(entry.path)
+                    if state.st_nlink == 0 and stat.S_ISREG(state.st_mode):
+                        deleted[state.st_dev, state.st_ino] = state.st_blocks * 512
+    total = sum(deleted.values())
+    lock_into(".")
+    directories = [UPPER]
+    while directories and total <= most:
+        with suppress(OSError):
+            for entry in os.scandir(directories.pop()):
+                with suppress(OSError):
+                    total += max(SMALLEST_FILE, entry.stat(follow_symlinks=False).st_blocks * 512)
+                    if entry.is_dir(follow_symlinks=False):
+                        directories.append(entry.path)
+    return total
+
+
+def changes() -> Iterator[str]:
+    """Yield the unified diff of each file that differs from the image, in the order of their paths."""
+    lock_into(".")
+    yield from _compared("", below=True)
+
+
+def _compared(directory: str, *, below: bool) -> Iterator[str]:
+    """Yield the differences in a directory; `below` says whether the image's directory shows through."""
+    try:
+        entries = sorted(os.scandir(f"{UPPER}/{directory}"), key=lambda entry: entry.name)
+    except OSError as error:
+        yield f"{_shown(directory)}: not readable ({error.strerror})\n"
+        return
+    for entry in entries:
+        path = f"{directory}{entry.name}"
+        if entry.is_dir(follow_symlinks=False):
+            through = below and _kind(f"{LOWER}/{path}") == "directory" and not _opaque(entry.path)
+            yield from _compared(f"{path}/", below=through)
+        else:
+            yield from _difference(path, f"{LOWER}/{path}" if below else "", entry.path)
+
+
+def _difference(path: str, old: str, new: str) -> Iterator[str]:
+    before, after = _kind(old), _kind(new)
+    name = _shown(path)
+    if before != after and "file" not in (before, after):
+        yield f"{name}: {before} became {after}\n"
+        return
+    removed, added = (_lines(file) if kind == "file" else [] for file, kind in ((old, before), (new, after)))
+    if removed is None or added is None:
+        yield "" if _same(old, new) else f"Files a/{name} and b/{name} differ (binary or long)\n"
+        return
+    names = [
+        f"{side}/{name}" if kind == "file" else "/dev/null" for side, kind in (("a", before), ("b", after))
+    ]
+    lines = list(difflib.unified_diff(removed, added, *names))
+    if before != after and not lines:
+        lines = [f"{name}: {before} became {after}, empty\n"]
+    yield "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
+
+
+def _kind(path: str) -> str:
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return "nothing"
+    if stat.S_ISLNK(mode):
+        return f"a link to {_shown(os.readlink(path))}"
+    kinds = {
+        stat.S_IFREG: "file",
+        stat.S_IFDIR: "directory",
+        stat.S_IFCHR: "nothing",
+    }  # overlayfs marks deleted files so
+    return kinds.get(stat.S_IFMT(mode), "a special file")
+
+
+def _lines(path: str) -> list[str] | None:
+    """Return the lines of a regular file, or None for one that is long or binary."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        content = file.read(LONGEST_DIFF + 1)
+    if len(content) > LONGEST_DIFF or b"\0" in content or content.count(b"\n") > MOST_LINES:
+        return None
+    return content.decode(errors="replace").splitlines(keepends=True)
+
+
+def _same(old: str, new: str) -> bool:
+    with suppress(OSError), open(old, "rb") as before, open(new, "rb") as after:
+        while (piece := before.read(1 << 20)) == after.read(1 << 20):
+            if not piece:
+                return True
+    return False
+
+
+def _opaque(path: str) -> bool:
+    with suppress(OSError):
+        return os.getxattr(path, OPAQUE, follow_symlinks=False) == b"y"
+    return False
+
+
+def _shown(path: str) -> str:
+    text = path.encode(errors="surrogateescape").decode(errors="replace")
+    return text if text.isprintable() else ascii(text)
