@@ -164,8 +164,11 @@ class Holder:
     def _obey(self) -> bool:
         order, descriptors = receive(self.control)
         if order:
-            work = {"start": self._start, "kill": self._stop, "read": self._read, "write": self._write}
-            work.get(order["what"], self._changes)(order, *descriptors)
+            work: dict[str, Callable[..., None]] = {
+                "start": self._start, "kill": self._stop, "read": self._read, "write": self._write,
+                "changes": self._changes,
+            }  # fmt: skip
+            work[order["what"]](order, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         return bool(order)

@@ -14,6 +14,7 @@ MERGED, UPPER, LOWER = "merged", "upper", "lower"
 SMALLEST_FILE = 4096  # bytes that every entry counts, so that empty files are bounded too
 LONGEST_DIFF = 128 * 1024  # bytes of a file that is compared line by line
 MOST_LINES = 3000
+NULL = "/dev/null"
 OPAQUE = "user.overlay.opaque"
 Place = tuple[str, bool]  # of something mounted: its path, and whether it is a directory
 
@@ -148,10 +149,8 @@ def _difference(path: str, old: str, new: str) -> Iterator[str]:
     if removed is None or added is None:
         yield "" if _same(old, new) else f"Files a/{name} and b/{name} differ (binary or long)\n"
         return
-    names = [
-        f"{side}/{name}" if kind == "file" else "/dev/null" for side, kind in (("a", before), ("b", after))
-    ]
-    lines = list(difflib.unified_diff(removed, added, *names))
+    first, second = (f"a/{name}" if before == "file" else NULL, f"b/{name}" if after == "file" else NULL)
+    lines = list(difflib.unified_diff(removed, added, first, second))
     if before != after and not lines:
         lines = [f"{name}: {before} became {after}, empty\n"]
     yield "".join(
