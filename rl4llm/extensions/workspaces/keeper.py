@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from rl4llm.extensions.workspaces import namespaces, tree
+from rl4llm.extensions.workspaces import namespaces, tree, unpack
 from rl4llm.extensions.workspaces.network import Doors
 from rl4llm.extensions.workspaces.start import Running, launch
 from rl4llm.runtime import processes
@@ -24,9 +25,10 @@ PARENT_CHECK_S = 1.0
 WATCHED_EVERY_S, CLOSELY_S = 0.25, 0.05
 MEASURED_EVERY_S, MEASURED_SHARE = 0.5, 10  # a measurement of the disk may take one tenth of the time
 RESERVE_BYTES = 256 << 20  # free space of the machine's disk, below which workspaces end
-HELPER_CPU_S = 30
+HELPER_S, ARCHIVE_S = 30, 3600
 SHORT = "/tmp"  # where a holder sees the workspace's directory, whose real path it may not enter
 LOCK = "lock"
+_ROOT = str(Path(__file__).parents[3])
 
 
 def main() -> None:
@@ -50,6 +52,12 @@ def main() -> None:
     while _reap():
         time.sleep(0.005)
     remove(base)
+
+
+def program(module: str, *words: str) -> list[str]:
+    """Return the words that run `main` of a module of this package in a separate process."""
+    code = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__package__} import {module}; {module}.main()"
+    return [sys.executable, "-I", "-c", code, *words]
 
 
 def remove(directory: str) -> None:
@@ -119,7 +127,7 @@ class Holder:
     def __init__(self, order: dict[str, Any], control: socket.socket, keeper: int):
         self.order, self.control = order, control
         self.running: Running | None = None
-        self.doors = Doors(order["sockets"], order["network"])
+        self.doors = Doors(order["sockets"], order["network"], order["proxy"])
         # by pid: where it writes what it measured, and when it began
         self._helpers: dict[int, tuple[int, float] | None] = {}
         self.measured, self._measure_at = 0, 0.0
@@ -166,7 +174,7 @@ class Holder:
         if order:
             work: dict[str, Callable[..., None]] = {
                 "start": self._start, "kill": self._stop, "read": self._read, "write": self._write,
-                "changes": self._changes,
+                "changes": self._changes, "unpack": self._archive, "pack": self._archive,
             }  # fmt: skip
             work[order["what"]](order, *descriptors)
         for descriptor in descriptors:
@@ -251,7 +259,7 @@ class Holder:
         self._helpers[self._help(measure)] = (result, now)
         os.close(write)
 
-    def _help(self, work: Callable[[], None]) -> int:
+    def _help(self, work: Callable[[], None], seconds: int = HELPER_S) -> int:
         """Do work in a process of its own, which is bounded and may be locked into the tree."""
         holder = os.getpid()
         if pid := os.fork():
@@ -259,7 +267,7 @@ class Holder:
             return pid
         try:
             namespaces.end_with_parent(holder)
-            signal.alarm(HELPER_CPU_S)
+            signal.alarm(seconds)
             work()
             os._exit(0)
         except BaseException:  # noqa: BLE001 - the process ends here; its reply ends without a result
@@ -310,6 +318,16 @@ class Holder:
     def _changes(self, order: dict[str, Any], reply: int) -> None:
         pieces = (piece.encode(errors="replace") for piece in tree.changes())
         self._help(lambda: _send(reply, {}, pieces, order["limit"]))
+
+    def _archive(self, order: dict[str, Any], reply: int, archive: int) -> None:
+        def work() -> None:
+            tree.lock_into(tree.MERGED)
+            packs = order["what"] == "pack"
+            with open(archive, "wb" if packs else "rb") as file:
+                unpack.pack(file) if packs else unpack.apply(file)
+            answer(reply, {})
+
+        self._help(work, ARCHIVE_S)
 
     def _end(self) -> None:
         if self.running:

@@ -23,12 +23,12 @@ TUNNEL = b"HTTP/1.1 200 Connection established\r\n\r\n"
 class Doors:
     """The ports of one workspace; they are open while a program runs."""
 
-    def __init__(self, sockets: Mapping[str, str], names: Sequence[str]):
+    def __init__(self, sockets: Mapping[str, str], names: Sequence[str], proxy: int):
         self._targets: dict[int, str | frozenset[str]] = {
             int(port): target for port, target in sockets.items()
         }
         if names:
-            self._targets[PROXY_PORT] = frozenset(name.lower().rstrip(".") for name in names)
+            self._targets[proxy] = frozenset(name.lower().rstrip(".") for name in names)
         self._listeners: list[socket.socket] = []
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
@@ -149,9 +149,9 @@ def _head(client: socket.socket) -> tuple[list[str], bytes]:
     return head.decode("latin-1").split("\r\n"), rest
 
 
-def proxy_environment() -> dict[str, str]:
+def proxy_environment(port: int) -> dict[str, str]:
     """Return the variables that announce the proxy to programs."""
-    address = f"http://127.0.0.1:{PROXY_PORT}"
+    address = f"http://127.0.0.1:{port}"
     names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
     local = "127.0.0.1,localhost"
     return {**dict.fromkeys(names, address), "NO_PROXY": local, "no_proxy": local}

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import os
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.schema import Count, checked
-from rl4llm.extensions.workspaces import images
-from rl4llm.extensions.workspaces.keeper import LOCK, remove
+from rl4llm.extensions.workspaces import dockerfile, images
+from rl4llm.extensions.workspaces.keeper import LOCK, program, remove
 from rl4llm.extensions.workspaces.namespaces import workspace_user
-from rl4llm.extensions.workspaces.network import proxy_environment
+from rl4llm.extensions.workspaces.network import PROXY_PORT, proxy_environment
 from rl4llm.extensions.workspaces.start import ZERO, find_bwrap
 from rl4llm.extensions.workspaces.workspace import ANSWER_S, Workspace, WorkspaceError, message, reader, send
 
@@ -29,12 +29,11 @@ PREFIX = "rl4llm-workspaces-"
 ENGINES = ("auto", "bubblewrap")
 PLACE_CHECK_S = 0.01
 ZERO_BYTES = 1 << 40
+BUILD_BYTES = 64 << 30  # that a Dockerfile may add
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8",
     "TERM": "dumb",
 }  # fmt: skip
-_ROOT = str(Path(__file__).parents[3])
-_MAIN = "import sys; sys.path.insert(0, {!r}); from rl4llm.extensions.workspaces import keeper; keeper.main()"
 
 
 class Workspaces:
@@ -70,13 +69,15 @@ class Workspaces:
         if engine not in ENGINES:
             raise ConfigError(unknown("workspace.engine", engine, ENGINES))
         self.image = image
-        self._bwrap = find_bwrap()
+        if (bwrap := find_bwrap()) is None:
+            raise ConfigError("env.workspace needs bubblewrap. Install it: apt-get install bubblewrap.")
+        self._bwrap = bwrap
         images.kind_of(image)
         self._limits = {"memory_bytes": memory_bytes, "processes": processes, "disk_bytes": disk_bytes}
         self._network, self._output_bytes = list(network), output_bytes
         self._images: dict[str, images.Image] = {}
         self._places = threading.BoundedSemaphore(count)
-        self._lock = threading.Lock()
+        self._lock, self._starting = threading.Lock(), threading.Lock()
         self._keeper: _Keeper | None = None
 
     async def open(self, image: str | None = None, *, sockets: Mapping[int, str] | None = None) -> Workspace:
@@ -89,77 +90,98 @@ class Workspaces:
 
         Raises WorkspaceError, and ConfigError for an image that cannot be used.
         """
-        while not self._places.acquire(blocking=False):
-            await asyncio.sleep(PLACE_CHECK_S)
+        await _acquired(self._places)
         try:
-            lower = await asyncio.to_thread(self._prepared, image or self.image)
-            return await self._open(lower, sockets or {})
+            lower = await self._prepared(image or self.image)
+            return await self._made(lower, sockets or {}, self._limits, self._places.release)
         except BaseException:
             self._places.release()
             raise
 
     def close(self) -> None:
         """End all workspaces, and remove them; a later `open` starts again."""
-        with self._lock:
+        with self._starting:
             keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.close()
 
-    def _prepared(self, name: str) -> images.Image:
-        with self._lock:
-            if self._keeper is None or not self._keeper.runs():
-                self._keeper = _Keeper()
+    async def _prepared(self, name: str) -> images.Image:
+        await _acquired(self._lock)
+        try:
             if name not in self._images:
-                try:
-                    self._images[name] = images.prepare(name)
-                except OSError as error:
-                    raise WorkspaceError(f"unpack: {name}: {error}") from error
+                self._images[name] = await self._image(name)
             return self._images[name]
+        except OSError as error:
+            raise WorkspaceError(f"unpack: {name}: {error}") from error
+        finally:
+            self._lock.release()
 
-    async def _open(self, image: images.Image, sockets: Mapping[int, str]) -> Workspace:
-        keeper = self._keeper
-        if keeper is None:
-            raise WorkspaceError("open: the pool was closed")
-        directory = keeper.base / secrets.token_hex(8)
-        for path in (directory, *(directory / name for name in ("lower", "upper", "work", "merged"))):
-            path.mkdir(mode=0o755)
-            _give(path)
-        (directory / ZERO).touch(mode=0o644)
-        os.truncate(directory / ZERO, ZERO_BYTES)
+    async def _image(self, name: str) -> images.Image:
+        if images.kind_of(name) != "dockerfile":
+            return await asyncio.to_thread(images.prepare, name)
+        if await asyncio.to_thread(images.containers):
+            return await asyncio.to_thread(images.of_containers, name, [name])
+        limits = {**self._limits, "disk_bytes": BUILD_BYTES}
+        return await dockerfile.build(name, lambda below: self._made(below, {}, limits, lambda: None))
+
+    async def _made(
+        self,
+        image: images.Image,
+        sockets: Mapping[int, str],
+        limits: Mapping[str, int],
+        release: Callable[[], None],
+    ) -> Workspace:
+        keeper = await asyncio.to_thread(self._running_keeper)
+        directory = await asyncio.to_thread(_new_directory, keeper.base)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         end, reply = os.pipe()
+        proxy = (
+            next(port for port in itertools.count(PROXY_PORT) if port not in sockets) if self._network else 0
+        )
         order = {
             "directory": str(directory), "lower": str(image.root), "binds": image.binds, "cwd": image.cwd,
-            "sockets": {str(port): target for port, target in sockets.items()}, "network": self._network,
-            "bwrap": self._bwrap or "bwrap", **self._limits,
+            "sockets": {str(port): target for port, target in sockets.items()}, "network": self._network, "proxy": proxy,
+            "bwrap": self._bwrap, **limits,
         }  # fmt: skip
-        with theirs:
-            keeper.send(order, reply, theirs.fileno())
-        os.close(reply)
         gone = await reader(end)
+        try:
+            with theirs:
+                keeper.send(order, reply, theirs.fileno())
+        finally:
+            os.close(reply)
+        variables = {**ENVIRONMENT, **(proxy_environment(proxy) if proxy else {}), **image.environment}
         workspace = Workspace(
-            ours,
-            gone,
-            directory,
-            (
-                {**ENVIRONMENT, **(proxy_environment() if self._network else {}), **image.environment},
-                image.cwd,
-            ),
-            self._output_bytes,
-            _bring,
-            lambda: self._closed(directory),
+            ours, gone, directory, (variables, image.cwd), self._output_bytes, _bring, release
         )
         try:
             await asyncio.wait_for(message(gone, "open"), ANSWER_S)
         except BaseException:
+            workspace.release = lambda: None
             await workspace.close()
-            self._places.acquire(blocking=False)  # `open` gives the place back
             raise
         return workspace
 
-    async def _closed(self, directory: Path) -> None:
-        await asyncio.to_thread(remove, str(directory))
-        self._places.release()
+    def _running_keeper(self) -> _Keeper:
+        with self._starting:
+            if self._keeper is None or not self._keeper.runs():
+                self._keeper = _Keeper()
+            return self._keeper
+
+
+async def _acquired(lock: threading.Lock | threading.BoundedSemaphore) -> None:
+    """Acquire what coroutines of several event loops share."""
+    while not lock.acquire(blocking=False):
+        await asyncio.sleep(PLACE_CHECK_S)
+
+
+def _new_directory(base: Path) -> Path:
+    directory = base / secrets.token_hex(8)
+    for path in (directory, *(directory / name for name in ("lower", "upper", "work", "merged"))):
+        path.mkdir(mode=0o755)
+        images.give(str(path))
+    (directory / ZERO).touch(mode=0o644)
+    os.truncate(directory / ZERO, ZERO_BYTES)
+    return directory
 
 
 class _Keeper:
@@ -171,7 +193,7 @@ class _Keeper:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _MAIN.format(_ROOT), str(os.getpid()), str(self.base)],
+                program("keeper", str(os.getpid()), str(self.base)),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
@@ -218,8 +240,3 @@ async def _bring(source: Path, target: Path) -> None:
             ) from error
 
     await asyncio.to_thread(copy)
-
-
-def _give(path: Path) -> None:
-    if os.getuid() == 0:
-        os.chown(path, workspace_user(), workspace_user())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import RL4LLMError
+from rl4llm.extensions.workspaces.keeper import remove
 
 ANSWER_S = 60.0  # to start a program, or to read or write files
 CLOSE_S = 30.0
@@ -77,12 +78,12 @@ class Workspace:
         image: tuple[Mapping[str, str], str],
         output_bytes: int,
         bring: Callable[[Path, Path], Awaitable[None]],
-        closed: Callable[[], Awaitable[None]],
+        release: Callable[[], None],
     ):
         self.environment, self.cwd = image
         self._control, self._gone, self._directory = control, gone, directory
         self._output_bytes = output_bytes
-        self._bring, self._closed = bring, closed
+        self._bring, self.release = bring, release
         self._starts = 0
 
     async def start(
@@ -154,6 +155,14 @@ class Workspace:
             text if len(text) < limit else f"{text[:limit]}\n[... the rest of the changes is omitted ...]\n"
         )
 
+    async def unpack(self, archive: int) -> None:
+        """Unpack a tar, of which this is the descriptor, into the workspace."""
+        await self._ask({"what": "unpack"}, "unpack", archive, wait_s=None)
+
+    async def pack(self, archive: int) -> None:
+        """Write a tar of the whole workspace to a descriptor."""
+        await self._ask({"what": "pack"}, "pack", archive, wait_s=None)
+
     async def close(self) -> None:
         """End what runs, and remove the workspace. A second call does nothing."""
         if self._control.fileno() < 0:
@@ -161,7 +170,8 @@ class Workspace:
         self._control.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._gone.read(), CLOSE_S)
-        await self._closed()
+        await asyncio.to_thread(remove, str(self._directory))
+        self.release()
 
     async def _start(
         self,
@@ -199,7 +209,7 @@ class Workspace:
         return Program(end, (stdin, stdout, stderr), lambda: self._send({"what": "kill", "number": number}))
 
     async def _ask(
-        self, order: Mapping[str, Any], step: str, *descriptors: int
+        self, order: Mapping[str, Any], step: str, *descriptors: int, wait_s: float | None = ANSWER_S
     ) -> tuple[dict[str, Any], asyncio.StreamReader]:
         """Send an order; return the first message of the answer, and where the rest of it comes."""
         answer, reply = os.pipe()
@@ -209,9 +219,9 @@ class Workspace:
             os.close(reply)
         stream = await reader(answer)
         try:
-            return await asyncio.wait_for(message(stream, step), ANSWER_S), stream
+            return await asyncio.wait_for(message(stream, step), wait_s), stream
         except TimeoutError:
-            raise WorkspaceError(f"{step}: no answer in {ANSWER_S:g} s") from None
+            raise WorkspaceError(f"{step}: no answer in {wait_s:g} s") from None
 
     def _send(self, order: Mapping[str, Any], *descriptors: int) -> None:
         if self._control.fileno() < 0:

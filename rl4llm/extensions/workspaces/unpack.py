@@ -1,0 +1,84 @@
+"""Archives of file systems, written by a process that is locked into the tree: no name or link in one leads outside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from rl4llm.extensions.workspaces import namespaces
+
+WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"  # of a layer that removes what is below it
+MOST_BYTES = 256 << 30
+SHELL = "/bin/sh"
+
+
+def main() -> None:
+    """Unpack the archive at standard input into a directory, the only argument; print whether it has a shell then."""
+    if pid := namespaces.enter():
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os.chdir(sys.argv[1])
+    namespaces.become_root()
+    os.chroot(".")
+    try:
+        apply(sys.stdin.buffer)
+    except (OSError, tarfile.TarError) as error:
+        sys.exit(str(error))
+    sys.stdout.write(str(os.path.exists(SHELL)))
+
+
+def apply(archive: IO[bytes]) -> None:
+    """Unpack an archive, of any compression that tarfile knows, into /; a layer also removes."""
+    written: set[str] = set()
+    total = 0
+    with tarfile.open(fileobj=archive, mode="r|*") as tar:
+        for member in tar:
+            total += member.size
+            if total > MOST_BYTES:
+                raise tarfile.TarError(f"more than {MOST_BYTES} bytes")
+            place = os.path.normpath(f"/{member.name}")
+            folder, name = os.path.split(place)
+            if name == OPAQUE:
+                for entry in _entries(folder):
+                    if entry not in written:
+                        _remove(entry)
+            elif name.startswith(WHITEOUT):
+                _remove(f"{folder}/{name.removeprefix(WHITEOUT)}")
+            elif member.isreg() or member.isdir() or member.issym() or member.islnk():  # no devices
+                _write(tar, member, place)
+                written |= {place, *map(str, Path(place).parents)}
+
+
+def pack(archive: IO[bytes]) -> None:
+    """Write an archive of /, without special files."""
+    with tarfile.open(fileobj=archive, mode="w|") as tar:
+        for name in sorted(os.listdir("/")):
+            tar.add(f"/{name}", name, filter=lambda member: None if member.isdev() else member)
+
+
+def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
+    if not (member.isdir() and os.path.isdir(place)):
+        _remove(place)
+    # One user owns everything, and as root may write it. Neither setuid nor setgid is kept.
+    mode = (member.mode & 0o1777) | (0o700 if member.isdir() else 0o600)
+    link = f"/{member.linkname}" if member.islnk() else member.linkname
+    unowned: dict[str, Any] = {"uid": None, "gid": None, "uname": None, "gname": None}
+    kept = member.replace(name=place, mode=mode, linkname=link, deep=False, **unowned)
+    tar.extract(kept, "/", filter="fully_trusted")
+
+
+def _entries(folder: str) -> Iterator[str]:
+    with suppress(OSError):
+        yield from [os.path.join(folder, name) for name in os.listdir(folder)]
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.remove(path)
