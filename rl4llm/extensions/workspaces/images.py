@@ -105,23 +105,18 @@ def host() -> Image:
 
 
 def _fill_host(root: Path, links: Sequence[tuple[str, str]], shown: Sequence[str]) -> None:
-    places = [root / name for name in HOST_DIRECTORIES] + [
-        root / name[1:] for name in shown if os.path.isdir(name)
-    ]
-    for place in places:
-        place.mkdir(parents=True, exist_ok=True)
-    for name in shown:  # where it is mounted
-        if not os.path.isdir(name):
-            (root / name[1:]).touch()
+    for place in (*HOST_DIRECTORIES, *shown):
+        directory = os.path.isdir(place) if place in shown else True
+        (root / place.strip("/")).mkdir(parents=True, exist_ok=True) if directory else (
+            root / place[1:]
+        ).touch()
     for name, text in HOST_FILES.items():
         (root / name).write_text(text)
     for name, target in links:
         (root / name).symlink_to(target)
     for name in ("tmp", "var/tmp"):
         (root / name).chmod(0o1777)
-    for folder, names, files in os.walk(root):
-        for entry in (*names, *files):
-            give(f"{folder}/{entry}")
+    own(root)
 
 
 def unpacked(name: str, digest: str, layers: Sequence[Path | list[str] | IO[bytes]]) -> Path:
@@ -197,9 +192,11 @@ def of_containers(name: str, build: Sequence[str]) -> Image:
     return _configured(root, details["Config"])
 
 
-def give(path: str) -> None:
+def own(tree: Path) -> None:
+    """Give a tree of files to the user of workspaces."""
     if os.getuid() == 0:
-        os.lchown(path, workspace_user(), workspace_user())
+        user = workspace_user()
+        subprocess.run(["chown", "-hR", f"{user}:{user}", tree], check=True, capture_output=True)
 
 
 def tree_digest(directory: Path) -> str:
@@ -241,7 +238,7 @@ def _cached(digest: str, fill: Callable[[Path], None]) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         partial = cache / f".{secrets.token_hex(8)}"
         partial.mkdir(mode=0o755)
-        give(str(partial))
+        own(partial)
         try:
             fill(partial)
             partial.rename(root)

@@ -20,7 +20,6 @@ from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.schema import Count, checked
 from rl4llm.extensions.workspaces import dockerfile, images
 from rl4llm.extensions.workspaces.keeper import LOCK, program, remove
-from rl4llm.extensions.workspaces.namespaces import workspace_user
 from rl4llm.extensions.workspaces.network import PROXY_PORT, proxy_environment
 from rl4llm.extensions.workspaces.start import ZERO, find_bwrap
 from rl4llm.extensions.workspaces.workspace import ANSWER_S, Workspace, WorkspaceError, message, reader, send
@@ -178,9 +177,9 @@ def _new_directory(base: Path) -> Path:
     directory = base / secrets.token_hex(8)
     for path in (directory, *(directory / name for name in ("lower", "upper", "work", "merged"))):
         path.mkdir(mode=0o755)
-        images.give(str(path))
     (directory / ZERO).touch(mode=0o644)
     os.truncate(directory / ZERO, ZERO_BYTES)
+    images.own(directory)
     return directory
 
 
@@ -231,9 +230,7 @@ async def _bring(source: Path, target: Path) -> None:
     def copy() -> None:
         try:
             subprocess.run(["cp", "-a", "--reflink=auto", source, target], check=True, capture_output=True)
-            if os.getuid() == 0:
-                owner = f"{workspace_user()}:{workspace_user()}"
-                subprocess.run(["chown", "-hR", owner, target], check=True, capture_output=True)
+            images.own(target)
         except (OSError, subprocess.CalledProcessError) as error:
             raise WorkspaceError(
                 f"start: {source} cannot be copied: {getattr(error, 'stderr', error)!r}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ MERGED, UPPER, LOWER = "merged", "upper", "lower"
 SMALLEST_FILE = 4096  # bytes that every entry counts, so that empty files are bounded too
 LONGEST_DIFF = 128 * 1024  # bytes of a file that is compared line by line
 MOST_LINES = 3000
+DEEPEST = 100  # levels of directories that are compared
 NULL = "/dev/null"
 OPAQUE = "user.overlay.opaque"
 Place = tuple[str, bool]  # of something mounted: its path, and whether it is a directory
@@ -31,8 +33,10 @@ def read(path: str, limit: int) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
         return None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return None
     with open(descriptor, "rb") as file:
-        return file.read(limit) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        return file.read(limit)
 
 
 def write(path: str, content: bytes, mode: int) -> None:
@@ -79,12 +83,22 @@ def _make(path: str, *, directory: bool) -> tuple[str, list[str]]:
         place = os.path.realpath(os.path.join(place, part))
         wants_file = position == len(parts) - 1 and not directory
         if os.path.lexists(place) and not (os.path.isfile(place) if wants_file else os.path.isdir(place)):
-            shutil.rmtree(place) if os.path.isdir(place) else os.remove(place)
+            _put_aside(place)
         for missing in reversed([place, *map(str, Path(place).parents)]):
             if not os.path.lexists(missing):
                 _create(missing, directory=missing != place or not wants_file)
                 created.append(missing)
+        if not wants_file:
+            os.chmod(place, os.stat(place).st_mode & 0o7777 | 0o700)
     return place, created
+
+
+def _put_aside(path: str) -> None:
+    """Move away what is in the way, or remove it where it is the image's: a tree of the policy may be too deep for that."""
+    try:
+        os.rename(path, f"{path}.{secrets.token_hex(4)}")
+    except OSError:
+        shutil.rmtree(path)
 
 
 def _create(path: str, *, directory: bool) -> None:
@@ -106,15 +120,26 @@ def size(pids: Sequence[int], most: int) -> int:
                         deleted[state.st_dev, state.st_ino] = state.st_blocks * 512
     total = sum(deleted.values())
     lock_into(".")
-    directories = [UPPER]
+    directories = [
+        iter([UPPER])
+    ]  # one for each level below /: a path may become longer than the kernel accepts
     while directories and total <= most:
+        if (name := next(directories[-1], None)) is None:
+            directories.pop()
+            os.chdir("..")
+            continue
         with suppress(OSError):
-            for entry in os.scandir(directories.pop()):
-                with suppress(OSError):
-                    total += max(SMALLEST_FILE, entry.stat(follow_symlinks=False).st_blocks * 512)
-                    if entry.is_dir(follow_symlinks=False):
-                        directories.append(entry.path)
+            os.chdir(name)
+            entries = list(os.scandir())
+            directories.append(iter([entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]))
+            total += sum(max(SMALLEST_FILE, _blocks(entry)) for entry in entries)
     return total
+
+
+def _blocks(entry: os.DirEntry[str]) -> int:
+    with suppress(OSError):
+        return entry.stat(follow_symlinks=False).st_blocks * 512
+    return 0
 
 
 def changes() -> Iterator[str]:
@@ -132,7 +157,9 @@ def _compared(directory: str, *, below: bool) -> Iterator[str]:
         return
     for entry in entries:
         path = f"{directory}{entry.name}"
-        if entry.is_dir(follow_symlinks=False):
+        if entry.is_dir(follow_symlinks=False) and path.count("/") >= DEEPEST:
+            yield f"{_shown(path)}: too deep\n"
+        elif entry.is_dir(follow_symlinks=False):
             through = below and _kind(f"{LOWER}/{path}") == "directory" and not _opaque(entry.path)
             yield from _compared(f"{path}/", below=through)
         else:

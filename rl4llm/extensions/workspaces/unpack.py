@@ -49,7 +49,9 @@ def apply(archive: IO[bytes]) -> None:
                         _remove(entry)
             elif name.startswith(WHITEOUT):
                 _remove(f"{folder}/{name.removeprefix(WHITEOUT)}")
-            elif member.isreg() or member.isdir() or member.issym() or member.islnk():  # no devices
+            elif place != "/" and (
+                member.isreg() or member.isdir() or member.issym() or member.islnk()
+            ):  # no devices
                 _write(tar, member, place)
                 written |= {place, *map(str, Path(place).parents)}
 
