@@ -8,11 +8,12 @@
 
 A workspace is copy-on-write over a read-only image. Its files stay from one start to the next, its processes do not.
 
-    trainer ── keeper ─┬─ holder of a workspace: mounts, limits, connections ── bwrap ── the program
+    trainer ── keeper ─┬─ holder of a workspace: its mounts and limits ── bwrap ── the program
+                       ├─ gate of the workspace: its connections to the host
                        └─ holder ...
 
 The keeper ends with the trainer, also by `kill -9`, and takes processes, mounts and directories with it. Read `pool.py`
-(options, admission), `workspace.py` (what callers hold), `keeper.py` (keeper and holder), `start.py` (one program),
+(options, admission), `workspace.py` (what callers hold), `keeper.py` (keeper, holder and gate), `start.py` (one program),
 `namespaces.py`, `tree.py` (files from inside), `network.py` (ports and the proxy) and `images.py` (what lies below).
 """
 

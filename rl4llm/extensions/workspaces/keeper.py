@@ -1,4 +1,4 @@
-"""The keeper of a pool's workspaces, and the holder of each: processes that end with the trainer and leave nothing."""
+"""The keeper of a pool's workspaces, and the holder and gate of each: they end with the trainer and leave nothing."""
 
 from __future__ import annotations
 
@@ -84,15 +84,31 @@ def _open(control: socket.socket) -> bool:
     if not order:
         return False
     keeper = os.getpid()
+    doors = Doors(order["sockets"], order["network"], order["proxy"])
+    gate, holders_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        if doors.ports and os.fork() == 0:
+            for descriptor in (control.fileno(), holders_gate.fileno(), *descriptors):
+                os.close(descriptor)
+            _guard(doors, gate, keeper)
+        gate.close()
         if namespaces.enter() == 0:
             control.close()
-            _hold(order, keeper, *descriptors)
+            _hold(order, keeper, doors.ports, holders_gate, *descriptors)
     except OSError as error:
         answer(descriptors[0], {"error": f"namespaces: {error}"})
-    for descriptor in descriptors:
+    for descriptor in (holders_gate.detach(), *descriptors):
         os.close(descriptor)
     return True
+
+
+def _guard(doors: Doors, gate: socket.socket, keeper: int) -> None:
+    """Be the gate of one workspace until its holder ends."""
+    try:
+        namespaces.end_with_parent(keeper)
+        doors.serve(gate)
+    finally:
+        os._exit(0)
 
 
 def _reap() -> bool:
@@ -109,10 +125,12 @@ def answer(reply: int, message: dict[str, Any]) -> None:
         os.write(reply, json.dumps(message).encode() + b"\n")
 
 
-def _hold(order: dict[str, Any], keeper: int, reply: int, connection: int) -> None:
+def _hold(
+    order: dict[str, Any], keeper: int, ports: list[int], gate: socket.socket, reply: int, connection: int
+) -> None:
     """Be the holder of one workspace until the connection ends."""
     try:
-        holder = Holder(order, socket.socket(fileno=connection), keeper)
+        holder = Holder(order, socket.socket(fileno=connection), keeper, ports, gate)
         answer(reply, {})
         holder.serve()
     except OSError as error:
@@ -124,10 +142,17 @@ def _hold(order: dict[str, Any], keeper: int, reply: int, connection: int) -> No
 class Holder:
     """A process in the workspace's namespaces: it has the tree mounted, starts programs, and watches their limits."""
 
-    def __init__(self, order: dict[str, Any], control: socket.socket, keeper: int):
+    def __init__(
+        self,
+        order: dict[str, Any],
+        control: socket.socket,
+        keeper: int,
+        ports: list[int],
+        gate: socket.socket,
+    ):
         self.order, self.control = order, control
+        self.ports, self.gate = ports, gate
         self.running: Running | None = None
-        self.doors = Doors(order["sockets"], order["network"], order["proxy"])
         # by pid: where it writes what it measured, and when it began
         self._helpers: dict[int, tuple[int, float] | None] = {}
         self.measured, self._measure_at = 0, 0.0
@@ -212,7 +237,6 @@ class Holder:
                 processes.kill(pid)
                 with suppress(ChildProcessError):
                     os.waitpid(pid, 0)
-        self.doors.close()
         if running.created:
             self.helped(lambda: tree.remove_places(running.created))
         running.finish(killed=killed)

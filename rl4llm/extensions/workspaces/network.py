@@ -1,6 +1,7 @@
 """Ports of a workspace that lead outside: to addresses of the host, and to a proxy that knows a few names.
 
-The network of a workspace is a loopback of its own. The holder listens there, and connects on the host's side.
+The network of a workspace is a loopback of its own. Programs reach sockets that listen there, whose connections a process
+with the trainer's user and network, the gate, continues on the host's side.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+from rl4llm.extensions.workspaces.namespaces import receive_descriptors
+
 PROXY_PORT = 3128
 MOST_CONNECTIONS = 128
 LONGEST_HEAD = 16 * 1024
@@ -21,7 +24,7 @@ TUNNEL = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
 class Doors:
-    """The ports of one workspace; they are open while a program runs."""
+    """The ports of one workspace, by what they lead to."""
 
     def __init__(self, sockets: Mapping[str, str], names: Sequence[str], proxy: int):
         self._targets: dict[int, str | frozenset[str]] = {
@@ -36,11 +39,16 @@ class Doors:
     def ports(self) -> list[int]:
         return list(self._targets)
 
-    def open(self, descriptors: Sequence[int]) -> None:
-        """Accept connections at listening sockets, one for each port."""
-        self._listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        for listener, target in zip(self._listeners, self._targets.values(), strict=False):
-            threading.Thread(target=self._accept, args=(listener, target), daemon=True).start()
+    def serve(self, holder: socket.socket) -> None:
+        """Serve the listening sockets that the holder sends, one for each port, in place of those of the program before."""
+        while True:
+            word, descriptors = receive_descriptors(holder)
+            self.close()
+            if not word:
+                return
+            self._listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+            for listener, target in zip(self._listeners, self._targets.values(), strict=True):
+                threading.Thread(target=self._accept, args=(listener, target), daemon=True).start()
 
     def close(self) -> None:
         for listener in self._listeners:

@@ -71,23 +71,19 @@ def launch(holder: Holder, order: dict[str, Any], reply: int, streams: Sequence[
     status, write_status = os.pipe()
     ready, write_ready = os.pipe()
     os.write(write_ready, b"+")
-    ours, theirs = socket.socketpair()
     parent = os.getpid()
     if (pid := os.fork()) == 0:
         try:
             namespaces.end_with_parent(parent)
             namespaces.new_network()
-            listeners = [_listening(port) for port in holder.doors.ports]
-            socket.send_fds(theirs, [b"+"], [listener.fileno() for listener in listeners])
+            if listeners := [_listening(port) for port in holder.ports]:
+                socket.send_fds(holder.gate, [b"+"], [listener.fileno() for listener in listeners])
             _become([*words, "--", *order["words"]], holder.order, streams, write_status, ready)
         except BaseException as error:  # noqa: BLE001 - the process ends here, and its holder reports why
             os.write(write_status, json.dumps({"failure": f"start: {error}"}).encode())
         os._exit(1)
     for descriptor in (write_status, write_ready):
         os.close(descriptor)
-    theirs.close()
-    with ours:
-        holder.doors.open(namespaces.receive_descriptors(ours)[1])
     limit = holder.order["disk_bytes"]
     full_at = limit if holder.measured <= limit else min(holder.measured + limit // GRACE, 2 * limit)
     return Running(order["number"], pid, created, full_at, _reply=reply, _status=status, _ready=ready)
