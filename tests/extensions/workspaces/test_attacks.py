@@ -71,7 +71,11 @@ def test_an_attack_works_where_there_are_no_walls(name, outside, tmp_path):
 
 BOMBS = {
     "memory": "x = []\nwhile True: x.append(bytearray(8 << 20))",
-    "memory of many processes": "import os, time\nfor _ in range(4): os.fork()\nx = bytearray(b'x') * (20 << 20)\ntime.sleep(60)",
+    "memory of many processes": """
+import os, time
+for _ in range(4): os.fork()
+x = bytearray(b'x') * (20 << 20)
+time.sleep(60)""",
     "disk": "n = 0\nwhile True:\n n += 1\n open(f'f{n}', 'wb').write(bytes(4 << 20))",
     "disk in deleted files": """
 import os, time

@@ -1,0 +1,284 @@
+"""What may lie below a workspace, and that no archive writes outside of its tree."""
+
+import asyncio
+import gzip
+import hashlib
+import io
+import json
+import os
+import stat
+import subprocess
+import tarfile
+
+import pytest
+
+from rl4llm.core.errors import ConfigError
+from rl4llm.extensions.workspaces import Workspaces
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("RL4LLM_CACHE", str(tmp_path / "cache"))
+
+
+def sh(command):
+    return lambda workspace: workspace.run(["sh", "-c", command], wall_s=60)
+
+
+@pytest.fixture
+def archive(image, tmp_path):
+    """Return archive(members): a tar of the small image, with members that were made by hand at its end."""
+
+    def made(members=(), name="image.tar"):
+        with tarfile.open(tmp_path / name, "w:gz" if name.endswith("gz") else "w") as tar:
+            tar.add(image, ".")
+            for member, content in members:
+                tar.addfile(member, io.BytesIO(content))
+        return str(tmp_path / name)
+
+    return made
+
+
+def member(name, kind=tarfile.REGTYPE, link="", content=b"", mode=0o644):
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname, made.size, made.mode = kind, link, len(content), mode
+    return made, content
+
+
+@pytest.mark.parametrize("form", ["directory", "image.tar", "image.tar.gz"])
+def test_a_file_system_of_any_form_can_be_changed(form, play, image, archive):
+    before = {path: path.stat().st_mtime_ns for path in image.rglob("*")}
+    scenario = sh("cat /data/kept; echo new > /data/kept; rm /bin/ls; mkdir /new; cat /data/kept; id -u")
+    result = play(scenario, image=str(image) if form == "directory" else archive(name=form))
+    assert result.output == "old\nnew\n0\n"
+    assert {path: path.stat().st_mtime_ns for path in image.rglob("*")} == before
+    again = play(
+        sh("cat /data/kept; ls -d /new /bin/ls"),
+        image=str(image) if form == "directory" else archive(name=form),
+    )
+    assert again.output.startswith("old\n") and again.code != 0
+
+
+ESCAPES = {
+    "a parent": [member("../../{out}/parent", content=b"x")],
+    "an absolute path": [member("/{out}/absolute", content=b"x")],
+    "through a link": [member("door", tarfile.SYMTYPE, "/{out}"), member("door/through", content=b"x")],
+    "through a climbing link": [
+        member("up", tarfile.SYMTYPE, "../" * 20 + "{out}"),
+        member("up/x", content=b"x"),
+    ],
+    "over a link": [member("it", tarfile.SYMTYPE, "/{out}/victim"), member("it", content=b"x")],
+    "a hard link": [member("hard", tarfile.LNKTYPE, "/{out}/victim")],
+    "a hard link that climbs": [member("hard", tarfile.LNKTYPE, "../" * 20 + "{out}/victim")],
+    "a whiteout": [member("../../../{out}/.wh.victim")],
+    "an opaque mark": [member("door", tarfile.SYMTYPE, "/{out}"), member("door/.wh..wh..opq")],
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_an_archive_does_not_write_outside(name, play, archive, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir(mode=0o777)
+    (out / "victim").write_text("mine")
+    members = []
+    for made, content in ESCAPES[name]:
+        made.name, made.linkname = (
+            text.replace("{out}", str(out)[1:]) for text in (made.name, made.linkname)
+        )
+        members.append((made, content))
+    try:
+        result = play(sh("cat /hard /door/victim /it"), image=archive(members))
+    except ConfigError:
+        result = None
+    assert [path.name for path in out.iterdir()] == ["victim"] and (out / "victim").read_text() == "mine"
+    assert result is None or "mine" not in result.output
+
+
+def test_devices_and_setuid_are_dropped(play, archive, tmp_path):
+    device = tarfile.TarInfo("disk")
+    device.type, device.devmajor, device.devminor = tarfile.BLKTYPE, 254, 0
+    members = [(device, b""), member("tool", content=b"x", mode=0o6755), member("pipe", tarfile.FIFOTYPE)]
+    result = play(sh("ls / | cat; ls -l /tool"), image=archive(members))
+    assert "disk" not in result.output and "pipe" not in result.output and "-rwxr-xr-x" in result.output
+    tools = list((tmp_path / "cache").glob("images/*/tool"))
+    assert tools and not tools[0].stat().st_mode & (stat.S_ISUID | stat.S_ISGID)
+
+
+def test_an_image_without_a_shell_is_refused(pool, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError):
+        asyncio.run(pool.open(str(tmp_path / "empty")))
+    assert not list((tmp_path / "cache" / "images").iterdir())
+
+
+def test_a_damaged_archive_is_refused(pool, archive, tmp_path):
+    path = tmp_path / "half.tar"
+    with open(archive(), "rb") as whole:
+        path.write_bytes(whole.read()[:100_000])
+    with pytest.raises(ConfigError):
+        asyncio.run(pool.open(str(path)))
+    assert not list((tmp_path / "cache" / "images").iterdir())
+
+
+def test_an_archive_is_unpacked_once(play, archive, tmp_path):
+    path = archive()
+    play(sh("true"), image=path)
+    [tree] = (tmp_path / "cache" / "images").iterdir()
+    made = tree.stat().st_ctime_ns
+    with pytest.MonkeyPatch.context() as patch:
+        pool = Workspaces()
+        patch.setattr("rl4llm.extensions.workspaces.images._unpack", None)
+        play(sh("true"), image=path, pool=pool)
+        pool.close()
+    assert [entry.stat().st_ctime_ns for entry in (tmp_path / "cache" / "images").iterdir()] == [made]
+
+
+@pytest.fixture
+def layout(image, tmp_path):
+    """Return layout(*layers, config): an OCI layout of the small image and layers of members."""
+
+    def made(*layers, config=None):
+        root = tmp_path / "layout"
+        (root / "blobs" / "sha256").mkdir(parents=True)
+
+        def blob(content):
+            digest = hashlib.sha256(content).hexdigest()
+            (root / "blobs" / "sha256" / digest).write_bytes(content)
+            return {"digest": f"sha256:{digest}", "size": len(content)}
+
+        blobs = []
+        for number, members in enumerate(((), *layers)):
+            buffer = io.BytesIO()
+            with tarfile.open(fileobj=buffer, mode="w") as tar:
+                if number == 0:
+                    tar.add(image, ".")
+                for one, content in members:
+                    tar.addfile(one, io.BytesIO(content))
+            blobs.append(blob(gzip.compress(buffer.getvalue())))
+        settings = blob(json.dumps({"config": config or {}}).encode())
+        manifest = blob(json.dumps({"config": settings, "layers": blobs}).encode())
+        (root / "index.json").write_text(json.dumps({"manifests": [manifest]}))
+        (root / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+        return root
+
+    return made
+
+
+def test_layers_replace_and_remove_what_is_below(play, layout):
+    first = [member("data/added", content=b"1"), member("etc/x", content=b"1"), member("data/.wh.removed")]
+    second = [
+        member("data/kept", content=b"second\n"),
+        member("etc/.wh..wh..opq"),
+        member("etc/y", content=b"2"),
+    ]
+    root = layout(first, second, config={"Env": ["NAME=of the image"], "WorkingDir": "/data"})
+    result = play(sh("pwd; echo $NAME; ls; cat kept; ls /etc"), image=str(root))
+    assert result.output == "/data\nof the image\nadded\nkept\nmoved\nsecond\ny\n"
+
+
+def test_a_damaged_or_climbing_blob_is_refused(pool, layout):
+    root = layout()
+    for blob in (root / "blobs" / "sha256").iterdir():
+        blob.write_bytes(blob.read_bytes() + b" ")
+    with pytest.raises(ConfigError):
+        asyncio.run(pool.open(str(root)))
+    (root / "index.json").write_text(json.dumps({"manifests": [{"digest": "sha256:../../../../etc/passwd"}]}))
+    with pytest.raises(ConfigError):
+        asyncio.run(pool.open(str(root)))
+
+
+DOCKERFILE = """
+# a comment
+ARG WORD=built
+FROM {base}
+ENV GREETING="hello there" OTHER=x
+WORKDIR /app
+COPY files/ /app/files/
+COPY one.txt two.txt ./
+RUN echo ${GREETING} > greeting && \\
+    mkdir sub
+RUN ["/bin/sh", "-c", "rm /data/removed"]
+CMD ["ignored"]
+"""
+
+
+@pytest.fixture
+def context(image, tmp_path):
+    root = tmp_path / "context"
+    (root / "files").mkdir(parents=True)
+    (root / "files" / "inner.txt").write_text("inner\n")
+    (root / "one.txt").write_text("one\n")
+    (root / "two.txt").write_text("two\n")
+    (root / "Dockerfile").write_text(DOCKERFILE.replace("{base}", str(image)))
+    return root
+
+
+@pytest.fixture
+def no_containers(monkeypatch):
+    monkeypatch.setattr("rl4llm.extensions.workspaces.images.containers", lambda: None)
+
+
+def test_a_dockerfile_is_built_without_docker(play, context, no_containers, tmp_path):
+    scenario = sh(
+        "pwd; echo $GREETING; cat greeting one.txt two.txt files/inner.txt; ls -d sub; ls /data/removed"
+    )
+    result = play(scenario, image=str(context))
+    assert (
+        result.output.startswith("/app\nhello there\nhello there\none\ntwo\ninner\nsub\n")
+        and result.code != 0
+    )
+    trees = len(list((tmp_path / "cache" / "images").iterdir()))
+    play(scenario, image=str(context))
+    assert len(list((tmp_path / "cache" / "images").iterdir())) == trees == 2  # the base and the result
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "USER nobody",
+        "COPY ../secret /x",
+        "COPY missing /x",
+        "RUN false",
+        "FROM python:3.12",
+        "VOLUME /data",
+        "NONSENSE x",
+    ],
+)
+def test_a_dockerfile_that_cannot_be_followed_is_refused(line, pool, context, no_containers):
+    text = (context / "Dockerfile").read_text()
+    (context / "Dockerfile").write_text(line if line.startswith("FROM") else f"{text}\n{line}\n")
+    with pytest.raises(ConfigError):
+        asyncio.run(pool.open(str(context)))
+
+
+@pytest.mark.skipif(
+    subprocess.run("podman info", shell=True, capture_output=True).returncode != 0,
+    reason="podman does not work",
+)
+def test_podman_has_images_by_name(play, archive):
+    subprocess.run(
+        ["podman", "import", "-c", "ENV NAME=podman", "-c", "WORKDIR /data", archive(), "rl4llm-test"],
+        check=True,
+    )
+    try:
+        assert play(sh("pwd; echo $NAME; cat kept"), image="rl4llm-test").output == "/data\npodman\nold\n"
+    finally:
+        subprocess.run(["podman", "rmi", "rl4llm-test"], check=True)
+
+
+def test_the_cache_is_whole_or_missing_for_processes_that_race(archive, tmp_path, _walls):
+    code = """
+import asyncio, sys
+from rl4llm.extensions.workspaces import Workspaces
+async def main():
+    pool = Workspaces(image=sys.argv[1])
+    workspace = await pool.open()
+    print((await workspace.run(["cat", "/data/kept"], wall_s=60)).output)
+    await workspace.close(); pool.close()
+asyncio.run(main())"""
+    environ = {**os.environ, "PYTHONPATH": os.getcwd()}
+    path = archive()
+    command = [os.sys.executable, "-c", code, path]
+    racing = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate()[0] for process in racing] == ["old\n\n"] * 3
+    assert len(list((tmp_path / "cache" / "images").iterdir())) == 1
