@@ -516,6 +516,36 @@ RECIPES = _of(
      "test_recipes.py::test_finished_stages_and_data_are_not_made_again"),
 )  # fmt: skip
 
+ATTACK = "test_attacks.py::test_an_attack_does_not_work"
+IN_THE_WAY = "test_attacks.py::test_what_is_in_the_way_of_tests_does_not_help"
+BOMB = "test_attacks.py::test_a_bomb_ends_with_the_limit_that_it_hit"
+WORKSPACES = _of(
+    "extensions/workspaces",
+    "tests/extensions/workspaces",
+    ("ws_descriptors", "start.py", "descriptor in (0, 1, 2, *options.values())", "True",
+     f"{ATTACK}[reads-it-through-inherited-descriptors]"),
+    ("ws_network", "start.py", "            namespaces.new_network()", "            pass",
+     f"{ATTACK}[reaches-a-port-of-the-host]"),
+    ("ws_capabilities", "start.py", '"--cap-drop", "ALL"', '"--cap-add", "ALL"', f"{ATTACK}[has-a-capability]"),
+    ("ws_locked", "tree.py", "os.chroot(directory)", "os.chdir(directory)",
+     "test_attacks.py::test_writing_replaces_a_link_and_stays_inside"),
+    ("ws_places", "tree.py", "os.path.realpath(os.path.join(place, part))", "os.path.join(place, part)",
+     f"{IN_THE_WAY}[a-link-to-the-host]"),
+    ("ws_memory", "keeper.py", 'if used > self.order["memory_bytes"]:', "if False:", f"{BOMB}[memory-of-many-processes]"),
+    ("ws_disk", "keeper.py", "elif self.measured > running.full_at:", "elif False:", f"{BOMB}[disk]"),
+    ("ws_deleted_files", "tree.py", "total = sum(deleted.values())", "total = 0", f"{BOMB}[disk-in-deleted-files]"),
+    ("ws_small_files", "tree.py", "max(SMALLEST_FILE, _blocks(entry))", "_blocks(entry)", f"{BOMB}[many-empty-files]"),
+    ("ws_dies_with_keeper", "keeper.py", "        namespaces.end_with_parent(keeper)\n        namespaces.prctl",
+     "        namespaces.prctl", "test_workspaces.py::test_nothing_is_left_of_a_killed_trainer"),
+    ("ws_other_starts", "keeper.py", 'self._kill("another start")', "self.running = None",
+     "test_attacks.py::test_no_process_survives_its_start"),
+    ("ws_archives", "unpack.py", 'os.chroot(".")', "pass", "test_images.py::test_an_archive_does_not_write_outside"),
+    ("ws_private", "network.py", "if all(ipaddress", "if any(ipaddress",
+     "test_network.py::test_a_name_of_a_private_address_is_not_reached"),
+    ("ws_names", "network.py", '(url.hostname or "") in names', "True",
+     "test_network.py::test_the_proxy_refuses_what_is_not_on_its_list"),
+)  # fmt: skip
+
 MUTANTS = {
     mutant.name: mutant
     for mutant in chain(
@@ -533,6 +563,7 @@ MUTANTS = {
         RECIPES,
         ADAPTERS,
         SANDBOX,
+        WORKSPACES,
         REWARDS,
         COMPOSE,
         TINKER,

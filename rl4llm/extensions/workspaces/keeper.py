@@ -284,7 +284,7 @@ class Holder:
         os.close(write)
 
     def _help(self, work: Callable[[], None], seconds: int = HELPER_S) -> int:
-        """Do work in a process of its own, which is bounded and may be locked into the tree."""
+        """Do work in a separate process, which is bounded and may be locked into the tree; return its pid."""
         holder = os.getpid()
         if pid := os.fork():
             self._helpers[pid] = None
@@ -298,7 +298,7 @@ class Holder:
             os._exit(1)
 
     def helped(self, work: Callable[[], Any]) -> Any:
-        """Return the result of work that is done in a process of its own. Raises OSError if it fails."""
+        """Return the result of work that a separate process does. Raises OSError if it fails."""
         result, write = os.pipe()
 
         def told() -> None:

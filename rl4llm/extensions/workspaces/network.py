@@ -1,6 +1,6 @@
 """Ports of a workspace that lead outside: to addresses of the host, and to a proxy that knows a few names.
 
-The network of a workspace is a loopback of its own. Programs reach sockets that listen there, whose connections a process
+The network of a workspace is a separate loopback. Programs reach sockets that listen there, whose connections a process
 with the trainer's user and network, the gate, continues on the host's side.
 """
 

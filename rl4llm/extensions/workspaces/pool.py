@@ -36,7 +36,7 @@ ENVIRONMENT = {
 
 
 class Workspaces:
-    """Workspaces with the same image and limits, of which `count` are open at once.
+    """Workspaces with the same image and limits; `count` are open at once.
 
     Args:
         image: "host" for the machine's own /usr, a directory, a tar of a file system (also compressed), a directory with an

@@ -50,6 +50,7 @@ class Program:
         self.stdin, self.stdout, self.stderr = streams
         self.reason = ""  # the limit of the workspace that ended it
         self._end: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(message(end, "run"))
+        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # also if nobody waits
         self._kill = kill
 
     async def wait(self) -> int:
@@ -156,7 +157,7 @@ class Workspace:
         )
 
     async def unpack(self, archive: int) -> None:
-        """Unpack a tar, of which this is the descriptor, into the workspace."""
+        """Unpack a tar, given by its descriptor, into the workspace."""
         await self._ask({"what": "unpack"}, "unpack", archive, wait_s=None)
 
     async def pack(self, archive: int) -> None:

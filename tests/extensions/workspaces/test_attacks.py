@@ -15,6 +15,11 @@ SECRET = "the-secret-of-the-host"
 pytestmark = pytest.mark.skipif(not os.path.exists(PYTHON), reason="/usr has no Python for the attacks")
 
 
+def hyphened(name):
+    """Return an id without spaces."""
+    return name.replace(" ", "-")
+
+
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory):
     """What is outside: a readable secret, a listening port, an abstract socket, a process."""
@@ -44,7 +49,7 @@ def filled(code, outside):
     return code
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", ATTACKS, ids=hyphened)
 def test_an_attack_does_not_work(name, play, outside):
     async def attacked(workspace):
         code = filled(PRELUDE + ATTACKS[name] + END, outside)
@@ -86,7 +91,7 @@ while True:
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", BOMBS, ids=hyphened)
 def test_a_bomb_ends_with_the_limit_that_it_hit(name, play):
     result = play(lambda workspace: workspace.run([PYTHON, "-c", BOMBS[name]], wall_s=50))
     assert result.code == 137 and not result.timed_out, result
@@ -205,7 +210,7 @@ IN_THE_WAY = {
 }
 
 
-@pytest.mark.parametrize("name", IN_THE_WAY)
+@pytest.mark.parametrize("name", IN_THE_WAY, ids=hyphened)
 def test_what_is_in_the_way_of_tests_does_not_help(name, play):
     async def scenario(workspace):
         await workspace.run(["sh", "-c", IN_THE_WAY[name]], wall_s=20)

@@ -215,7 +215,7 @@ def test_a_killed_keeper_is_an_error_and_the_next_open_works(_walls):
     pool.close()
 
 
-def test_close_removes_what_has_no_permissions(pool):
+def test_close_removes_files_without_permissions(pool):
     async def scenario():
         workspace = await pool.open()
         await sh("mkdir -p a/b; touch a/b/c; chmod 0 a/b a")(workspace)
