@@ -24,6 +24,11 @@ from rl4llm.runtime import processes
 PARENT_CHECK_S = 1.0
 WATCHED_EVERY_S, CLOSELY_S = 0.25, 0.05
 MEASURED_EVERY_S, MEASURED_SHARE = 0.5, 10  # a measurement of the disk may take one tenth of the time
+UNMEASURED_S, UNMEASURED_BYTES, UNMEASURED_FILES = (
+    5.0,
+    8 << 20,
+    2000,
+)  # until then the whole disk may lose this much
 RESERVE_BYTES = 256 << 20  # free space of the machine's disk, below which workspaces end
 HELPER_S, ARCHIVE_S = 30, 3600
 SHORT = "/tmp"  # where a holder sees the workspace's directory, whose real path it may not enter
@@ -156,6 +161,7 @@ class Holder:
         # by pid: where it writes what it measured, and when it began
         self._helpers: dict[int, tuple[int, float] | None] = {}
         self.measured, self._measure_at = 0, 0.0
+        self._free = (0, 0)  # of the whole disk at the last measurement: bytes, and files
         self._mount()
         namespaces.end_with_parent(keeper)
         namespaces.prctl(namespaces.PR_SET_CHILD_SUBREAPER, 1)
@@ -263,7 +269,7 @@ class Holder:
             self._kill(f"all its processes held more than {self.order['memory_bytes']} bytes of memory")
         elif self.measured > running.full_at:
             self._kill(f"its files held more than {self.order['disk_bytes']} bytes of the disk")
-        elif _free_bytes(SHORT) < RESERVE_BYTES:
+        elif _free(SHORT)[0] < RESERVE_BYTES:
             running.failure = f"disk: the machine has less than {RESERVE_BYTES} bytes free"
             self._kill("")
         else:
@@ -272,9 +278,12 @@ class Holder:
 
     def _measure(self, pids: list[int]) -> None:
         """Begin to measure the disk, if it is time."""
-        now = time.monotonic()
-        if any(self._helpers.values()) or now < self._measure_at:
+        now, free = time.monotonic(), _free(SHORT)
+        lost = (self._free[0] - free[0]) / UNMEASURED_BYTES, (self._free[1] - free[1]) / UNMEASURED_FILES
+        due = max(lost) >= 1 or now > self._measure_at + UNMEASURED_S
+        if any(self._helpers.values()) or now < self._measure_at or not due:
             return
+        self._free = free
         result, write = os.pipe()
 
         def measure() -> None:
@@ -371,6 +380,7 @@ def _send(reply: int, header: dict[str, Any], pieces: Iterator[bytes], limit: in
         file.write(b"\0")
 
 
-def _free_bytes(path: str) -> int:
+def _free(path: str) -> tuple[int, int]:
+    """Return how many bytes and files the disk of a path has free."""
     disk = os.statvfs(path)
-    return disk.f_bavail * disk.f_frsize
+    return disk.f_bavail * disk.f_frsize, disk.f_ffree

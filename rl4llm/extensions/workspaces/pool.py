@@ -154,9 +154,11 @@ class Workspaces:
         )
         try:
             await asyncio.wait_for(message(gone, "open"), ANSWER_S)
-        except BaseException:
+        except BaseException as error:
             workspace.release = lambda: None
             await workspace.close()
+            if isinstance(error, TimeoutError):
+                raise WorkspaceError(f"open: no answer in {ANSWER_S:g} s") from None
             raise
         return workspace
 

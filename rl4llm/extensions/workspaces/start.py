@@ -95,10 +95,8 @@ def _arranged(holder: Holder, order: dict[str, Any]) -> tuple[list[str], list[st
     shown, hidden = (
         [(inside, os.path.isdir(source)) for source, inside in pairs] for pairs in (binds, files)
     )
-    paths, _ = holder.helped(
-        lambda: tree.make_places([("/proc", True), ("/dev", True), (order["cwd"], True), *shown])
-    )
-    hidden_paths, created = holder.helped(lambda: tree.make_places(hidden))
+    system = [("/proc", True), ("/dev", True), (order["cwd"], True), *shown]
+    paths, hidden_paths, created = holder.helped(lambda: tree.make_places(system, hidden))
     proc, dev, cwd = paths[:3]
     words = ["--bind", f"{os.getcwd()}/{tree.MERGED}", "/", "--proc", proc, "--dev", dev]
     # No limit counts the memory of a shared mapping of /dev/zero. A sparse file reads like it.

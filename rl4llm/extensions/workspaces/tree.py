@@ -50,18 +50,15 @@ def write(path: str, content: bytes, mode: int) -> None:
     os.replace(beside, place)
 
 
-def make_places(places: Sequence[Place]) -> tuple[list[str], list[str]]:
-    """Make where something is mounted; return the paths without links, and what was created, in order.
+def make_places(system: Sequence[Place], hidden: Sequence[Place]) -> tuple[list[str], list[str], list[str]]:
+    """Make where something is mounted; return the paths of both without links, and what was created for the hidden ones.
 
     bwrap would follow a link out of the tree.
     """
     lock_into(MERGED)
-    paths, created = [], []
-    for path, directory in places:
-        place, new = _make(path, directory=directory)
-        paths.append(place)
-        created += new
-    return paths, created
+    shown = [_make(path, directory=directory)[0] for path, directory in system]
+    made = [_make(path, directory=directory) for path, directory in hidden]
+    return shown, [path for path, _ in made], [path for _, created in made for path in created]
 
 
 def remove_places(created: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.extensions.workspaces.keeper import remove
 
-ANSWER_S = 60.0  # to start a program, or to read or write files
+ANSWER_S = 300.0  # to open, start, read or write, on a machine where hundreds do so at once
 CLOSE_S = 30.0
 LINE_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16
