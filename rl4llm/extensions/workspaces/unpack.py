@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -9,7 +10,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rl4llm.extensions.workspaces import namespaces
 
@@ -64,14 +65,22 @@ def pack(archive: IO[bytes]) -> None:
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
+    """Write a member. One user owns everything, and as root may change it; neither setuid nor setgid is kept."""
     if not (member.isdir() and os.path.isdir(place)):
         _remove(place)
-    # One user owns everything, and as root may write it. Neither setuid nor setgid is kept.
-    mode = (member.mode & 0o1777) | (0o700 if member.isdir() else 0o600)
-    link = f"/{member.linkname}" if member.islnk() else member.linkname
-    unowned: dict[str, Any] = {"uid": None, "gid": None, "uname": None, "gname": None}
-    kept = member.replace(name=place, mode=mode, linkname=link, deep=False, **unowned)
-    tar.extract(kept, "/", filter="fully_trusted")
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    if member.issym():
+        return os.symlink(member.linkname, place)
+    if member.islnk():
+        return os.link(os.path.join("/", member.linkname), place)
+    if member.isdir():
+        os.makedirs(place, exist_ok=True)
+    else:
+        content = tar.extractfile(member)
+        with open(place, "xb") as file:
+            shutil.copyfileobj(content or io.BytesIO(), file)
+    os.chmod(place, (member.mode & 0o1777) | (0o700 if member.isdir() else 0o600))
+    return os.utime(place, (member.mtime, member.mtime))
 
 
 def _entries(folder: str) -> Iterator[str]:
