@@ -530,7 +530,7 @@ WORKSPACES = _of(
     ("ws_locked", "tree.py", "os.chroot(directory)", "os.chdir(directory)",
      "test_attacks.py::test_writing_replaces_a_link_and_stays_inside"),
     ("ws_places", "tree.py", "os.path.realpath(os.path.join(place, part))", "os.path.join(place, part)",
-     f"{IN_THE_WAY}[a-link-to-the-host]"),
+     f"{IN_THE_WAY}[a-link-to-another-place]"),
     ("ws_memory", "keeper.py", 'if used > self.order["memory_bytes"]:', "if False:", f"{BOMB}[memory-of-many-processes]"),
     ("ws_disk", "keeper.py", "elif self.measured > running.full_at:", "elif False:", f"{BOMB}[disk]"),
     ("ws_deleted_files", "tree.py", "total = sum(deleted.values())", "total = 0", f"{BOMB}[disk-in-deleted-files]"),

@@ -30,7 +30,7 @@ UNMEASURED_S, UNMEASURED_BYTES, UNMEASURED_FILES = (
     2000,
 )  # until then the whole disk may lose this much
 RESERVE_BYTES = 256 << 20  # free space of the machine's disk, below which workspaces end
-HELPER_S, ARCHIVE_S = 30, 3600
+HELPER_S, COMPARED_S, ARCHIVE_S = 30, 10, 3600
 SHORT = "/tmp"  # where a holder sees the workspace's directory, whose real path it may not enter
 LOCK = "lock"
 _ROOT = str(Path(__file__).parents[3])
@@ -349,8 +349,12 @@ class Holder:
         self._help(write)
 
     def _changes(self, order: dict[str, Any], reply: int) -> None:
-        pieces = (piece.encode(errors="replace") for piece in tree.changes())
-        self._help(lambda: _send(reply, {}, pieces, order["limit"]))
+        def compare() -> None:
+            signal.signal(signal.SIGALRM, _late)
+            signal.setitimer(signal.ITIMER_REAL, COMPARED_S, 1.0)
+            _send(reply, {}, (piece.encode(errors="replace") for piece in tree.changes()), order["limit"])
+
+        self._help(compare)
 
     def _archive(self, order: dict[str, Any], reply: int, archive: int) -> None:
         def work() -> None:
@@ -372,12 +376,24 @@ def _send(reply: int, header: dict[str, Any], pieces: Iterator[bytes], limit: in
     os.set_blocking(reply, True)
     with open(reply, "wb", closefd=False) as file:
         file.write(json.dumps(header).encode() + b"\n")
-        for piece in pieces:
-            file.write(piece[:limit])
-            limit -= len(piece)
-            if limit < 0:
-                break
+        try:
+            for piece in pieces:
+                file.write(piece[:limit])
+                limit -= len(piece)
+                if limit < 0:
+                    break
+        except _LateError:
+            file.write(b"[... the rest takes too long to compare ...]\n")
+        signal.setitimer(signal.ITIMER_REAL, 0)
         file.write(b"\0")
+
+
+class _LateError(BaseException):
+    """A policy's files take too long to compare, so the rest is left out."""
+
+
+def _late(*_: object) -> None:
+    raise _LateError
 
 
 def _free(path: str) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def write(path: str, content: bytes, mode: int) -> None:
     """Write a file, with its directories. What is in the way is replaced, a link too."""
     lock_into(MERGED)
     place, _ = _make(path, directory=False)
-    beside = os.path.join(os.path.dirname(place), ".rl4llm-written")
+    beside = f"{place}.{secrets.token_hex(4)}"
     with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
     os.chmod(beside, mode & 0o777)

@@ -198,7 +198,7 @@ def test_hidden_tests_are_read_only_and_gone_afterwards(play, tmp_path):
 
 IN_THE_WAY = {
     "a file": "echo x > /tests",
-    "a link to the host": "ln -s /oldroot/tmp /tests",
+    "a link to the host": "mkdir -p /oldroot/tmp; ln -s /oldroot/tmp /tests",
     "a link to another place": "mkdir /root/trap; ln -s /root/trap /tests",
     "a loop": "ln -s /tests /tests",
     "a fifo": "mkfifo /tests",
@@ -288,6 +288,20 @@ def test_changes_show_odd_files_within_a_bound(play):
     assert "root/binary differ" in text and "root/long differ" in text and "'root/new\\nline'" in text
     assert "\x1b" not in text and "link: nothing became a link to /etc/shadow" in text
     assert "root:" not in text
+
+
+def test_changes_that_take_long_to_compare_are_cut(play, image):
+    lines = [f"line {n % 104}" for n in range(3000)]  # no line is so frequent that difflib leaves it out
+
+    async def scenario(workspace):
+        await workspace.write("/data/lines", "\n".join(lines[::-1]).encode())
+        return await workspace.changes()
+
+    (image / "data" / "lines").write_text("\n".join(lines[k % 3000] for k in range(0, 3000 * 7, 7)))
+    began = time.monotonic()
+    text = play(scenario, image=str(image))
+    assert "takes too long" in text or "b/data/lines" in text
+    assert time.monotonic() - began < 60
 
 
 def test_changes_are_a_diff_of_the_image(play, tmp_path, image):
