@@ -5,18 +5,18 @@ import struct
 
 import pytest
 
-from rl4llm.runtime.seccomp import ALLOW, ERRNO, KILL, REFUSED, seccomp_filter
+from rl4llm.runtime.seccomp import ALLOW, ERRNO, KILL, ONE_USER, REFUSED, seccomp_filter
 
 PROCESSORS = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 REFUSAL = ERRNO | errno.EPERM
 
 
-def verdict(machine, number, *arguments, audit=None, loopback=False):
+def verdict(machine, number, *arguments, audit=None, loopback=False, one_user=False):
     """What the kernel would do with a system call."""
     data = struct.pack(
         "<IIQ6Q", number, audit or PROCESSORS[machine][1], 0, *arguments, *[0] * (6 - len(arguments))
     )
-    program = list(struct.iter_unpack("HBBI", seccomp_filter(machine, loopback=loopback)))
+    program = list(struct.iter_unpack("HBBI", seccomp_filter(machine, loopback=loopback, one_user=one_user)))
     position = accumulator = 0
     while True:
         code, if_true, if_false, value = program[position]
@@ -84,3 +84,11 @@ def test_seccomp_refuses_calls_of_other_architectures():
     assert verdict("x86_64", 0, audit=0x40000003) == KILL
     assert verdict("x86_64", 0x40000000 | 59) == REFUSAL
     assert seccomp_filter("riscv64") is None
+
+
+@pytest.mark.parametrize("machine", PROCESSORS)
+def test_changes_of_users_do_nothing_where_there_is_one(machine):
+    for numbers in ONE_USER.values():
+        if (number := numbers[PROCESSORS[machine][0]]) is not None:
+            assert verdict(machine, number) == ALLOW
+            assert verdict(machine, number, one_user=True) == ERRNO  # with the error 0

@@ -16,6 +16,9 @@ NEWNS, NEWNET, NEWUSER = 0x00020000, 0x40000000, 0x10000000
 BIND, RECURSIVE, SLAVE = 0x1000, 0x4000, 0x80000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 SIOCSIFFLAGS, INTERFACE_UP = 0x8914, 0x1
+ALLOWING = (
+    "sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0 allows them"
+)
 USER = 1_900_000_000  # above the uids that user databases and container runtimes assign
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -52,7 +55,7 @@ def enter() -> int:
     with ours:
         if (word := ours.recv(1000)) != b"+":
             os.waitpid(pid, 0)
-            raise OSError(f"no user namespaces: {word.decode()}")
+            raise OSError(f"user namespaces are not allowed ({word.decode()}): {ALLOWING}")
         user = workspace_user()
         Path(f"/proc/{pid}/setgroups").write_text("deny")
         Path(f"/proc/{pid}/uid_map").write_text(f"0 {user} 1")

@@ -127,7 +127,9 @@ class Workspace:
             pass
         except WorkspaceError as error:
             await reading
-            raise WorkspaceError(f"{error}: {output.text()[-500:].strip()}") from None
+            raise WorkspaceError(
+                ": ".join(filter(None, (str(error), output.text()[-500:].strip())))
+            ) from None
         finally:
             feeding.cancel()
             await program.kill() if code is None and not program._end.done() else None

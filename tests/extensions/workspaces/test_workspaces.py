@@ -267,6 +267,30 @@ def test_a_wrong_option_is_refused_before_anything_starts(options):
         Workspaces(**options)
 
 
+def test_without_user_namespaces_open_names_them(_walls):
+    code = """
+import asyncio
+from rl4llm.extensions.workspaces import Workspaces
+pool = Workspaces()
+try:
+    asyncio.run(pool.open())
+finally:
+    pool.close()"""
+    command = [
+        "bwrap",
+        "--dev-bind",
+        "/",
+        "/",
+        "--unshare-user",
+        "--disable-userns",
+        sys.executable,
+        "-c",
+        code,
+    ]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True)
+    assert "WorkspaceError: namespaces: user namespaces" in done.stderr
+
+
 def test_a_missing_bwrap_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with pytest.raises(ConfigError):
