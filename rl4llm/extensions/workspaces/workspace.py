@@ -171,10 +171,12 @@ class Workspace:
         if self._control.fileno() < 0:
             return
         self._control.close()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._gone.read(), CLOSE_S)
-        await asyncio.to_thread(remove, str(self._directory))
-        self.release()
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.read(), CLOSE_S)
+            await asyncio.to_thread(remove, str(self._directory))
+        finally:
+            self.release()
 
     async def _start(
         self,
