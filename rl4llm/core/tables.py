@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.core.registry import Registry
 
 if TYPE_CHECKING:  # reading the names does not import torch
+    from pathlib import Path
+
     from torch import Tensor
 
     from rl4llm.core.base_algorithm import BaseAlgorithm
@@ -123,6 +125,11 @@ register_opponent = OPPONENTS.register
 
 GENERATED: Registry[Callable[..., list[dict[str, Any]]]] = Registry("data.path", group="rl4llm.tasks")
 """Tasks that `data.path` may name instead of a file."""
+
+DIRECTORIES: Registry[Callable[[Path], Iterable[tuple[str, Any]]]] = Registry(
+    "data.path", group="rl4llm.directories"
+)
+"""Readers of directories whose rows are directories themselves, by the name of the file that each of those has."""
 
 BACKENDS: Registry[type[BaseBackend]] = Registry(
     "backend.name",

@@ -18,6 +18,7 @@ from typing import Any
 
 from rl4llm.core.errors import DataError, did_you_mean
 from rl4llm.core.message import read_json
+from rl4llm.core.tables import DIRECTORIES
 from rl4llm.data.columns import arrow_row
 from rl4llm.runtime.hub import hub_answers
 
@@ -25,6 +26,7 @@ Located = tuple[str, Any]
 """The place of a row ("train.jsonl:17"), and the row."""
 
 _SHARD = re.compile(r"(?P<number>\d+)-of-(?P<of>\d+)(?P<suffix>\.[a-z.]+)$")
+_SPLITS = ("train", "validation", "test")
 _HUB_NAME = re.compile(r"(?P<name>[\w.\-]+/[\w.\-]+)(:(?P<config>[\w.\-]+))?")
 _ACCEPTED = (
     "a .jsonl, .jsonl.gz, .json, .parquet or .csv file, a directory, or a hub name like openai/gsm8k:main"
@@ -52,7 +54,7 @@ def has_splits(source: Any) -> bool:
         return (
             _reader(path) is _json and (text := _whole(path)).lstrip().startswith("{") and not _is_lines(text)
         )
-    return not (path / "dataset_info.json").is_file()
+    return not (path / "dataset_info.json").is_file() and (_has_split_directories(path) or not _mark(path))
 
 
 def check_source(source: str, split: str) -> None:
@@ -111,6 +113,8 @@ def _directory(path: Path, split: str) -> Iterator[Located]:
     if shards and not files:
         return chain.from_iterable(_file(shard, split) for shard in shards)
     files += shards[:1]
+    if not files and (mark := _mark(path)):
+        return _marked(path, split, mark)
     if len(files) > 1:
         names = " and ".join(file.name for file in files)
         raise DataError(f"{path}: {names} both contain the split {split!r}. Set the path of one file.")
@@ -121,6 +125,25 @@ def _directory(path: Path, split: str) -> Iterator[Located]:
             f"like. The directory contains {names}."
         )
     return _file(files[0], split)
+
+
+def _marked(path: Path, split: str, mark: str) -> Iterator[Located]:
+    """Return the rows of directories; those of a split may be in a directory with its name."""
+    if _has_split_directories(path) and not (path / split).is_dir():
+        raise DataError(f"{path}: the split {split!r} was not found. Name its directory {path / split}.")
+    return iter(DIRECTORIES[mark](path / split if (path / split).is_dir() else path))
+
+
+def _mark(path: Path) -> str | None:
+    """Return the file that makes this directory, or those at most two levels below, rows; None in one with files of rows."""
+    if any(_reader(file) for split in _SPLITS for file in path.glob(f"{split}[.-]*")):
+        return None
+    names = (name for name in DIRECTORIES for below in ("", "*/", "*/*/") if any(path.glob(below + name)))
+    return next(names, None)
+
+
+def _has_split_directories(path: Path) -> bool:
+    return any((path / name).is_dir() for name in _SPLITS)
 
 
 def _shards(path: Path, split: str) -> list[Path]:

@@ -51,7 +51,7 @@ def test_wrapper_carries_success_where_its_scores_show_it(wrapped, expected):
 def test_only_rewards_of_right_answers_define_success():
     ours = [name for name in REWARDS if REWARDS.path_of(name).startswith("rl4llm.")]
     defining = {name for name in ours if getattr(REWARDS[name], "success_at", None) is not None}
-    assert defining == {"math", "code", "reasoning_gym"}
+    assert defining == {"math", "code", "reasoning_gym", "task"}
 
 
 def test_configuration_and_function_set_success_at():

@@ -1,0 +1,78 @@
+"""Workspaces for tasks, and the hidden tests that run in them after an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from rl4llm.core.errors import DataError
+from rl4llm.extensions.tasks.task import Script, read_task
+from rl4llm.extensions.tasks.verdict import LOGS, REPORTS, REWARDS, Verdict, read_verdict
+
+CLEAR_S = 60.0
+CLEAR = f"""
+chmod u+w /
+for name in tests logs; do
+    if [ -e /$name ] || [ -L /$name ]; then mv /$name /.$2-$name || exit 1; fi
+done
+mkdir -p {LOGS} && command -v "$1"
+"""
+"""Moves away what an episode has put where tests are bound and write, such as links, locked directories and rewards.
+
+Nothing that the episode started is running any more, so it has no file open in the new directories.
+"""
+
+
+class Tasks:
+    """Opens the workspaces of tasks and grades what episodes did in them.
+
+    The hidden tests run in a second start, in which no process of the episode is left, and are bound read-only for that
+    start alone. The program that they test runs with them: what it does then, such as writing a reward, is not
+    prevented.
+    """
+
+    def __init__(self, workspaces: Any):
+        self._workspaces = workspaces
+
+    async def open(self, columns: Mapping[str, Any], *, sockets: Mapping[int, str] | None = None) -> Any:
+        """Open a workspace with the task's image, else that of the pool, with the task's variables and directory."""
+        task = read_task(Path(columns["task"]))
+        workspace = await self._workspaces.open(task.image, sockets=sockets)
+        workspace.environment = {**workspace.environment, **task.env}
+        workspace.cwd = task.workdir or workspace.cwd
+        return workspace
+
+    async def solve(self, columns: Mapping[str, Any], workspace: Any) -> None:
+        """Run the task's solution, where an episode would play."""
+        task = read_task(Path(columns["task"]))
+        if task.solution:
+            await _run(workspace, task.solution)
+
+    async def grade(self, columns: Mapping[str, Any], workspace: Any) -> Verdict:
+        """Run the task's tests in the workspace of an episode; tests that take too long give 0.
+
+        Raises DataError for tests that are broken, and the workspace's error where it does not work.
+        """
+        task = read_task(Path(columns["task"]))
+        cleared = await workspace.run(
+            ["sh", "-c", CLEAR, "sh", task.test.words[0], token_hex(8)], wall_s=CLEAR_S
+        )
+        if cleared.code != 0:
+            raise DataError(
+                f"{columns['task']}: its tests cannot start after the episode: {cleared.output[-200:]}"
+            )
+        result = await _run(workspace, task.test)
+        if result.timed_out:
+            return Verdict(0.0, output=result.output)
+        files = {name: await workspace.read(f"{LOGS}/{name}") for name in (*REWARDS, *REPORTS)}
+        written = {name: content for name, content in files.items() if content is not None}
+        try:
+            return read_verdict(written, result.code, task.test.text, result.output)
+        except DataError as error:
+            raise DataError(f"{columns['task']}: {error}") from error
+
+
+async def _run(workspace: Any, script: Script) -> Any:
+    return await workspace.run(script.words, env=script.env, files=script.files, wall_s=script.wall_s)

@@ -1,0 +1,53 @@
+"""Directories of tasks as the rows of a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl4llm.core.errors import DataError
+from rl4llm.extensions.tasks.task import MARKS, read_task
+
+LARGE = 1 << 20
+"""Bytes of a file above which its size stands for its content in the digest of a task."""
+
+
+def task_rows(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the task of a directory, or those of the directories in it, also one level deeper, with their places.
+
+    Raises DataError for a task that cannot be used, and for one that is there twice.
+    """
+    files = {
+        file.parent
+        for pattern in ("", "*/", "*/*/")
+        for mark in MARKS
+        for file in directory.glob(pattern + mark)
+    }
+    places: dict[str, Path] = {}
+    for path in sorted(path for path in files if files.isdisjoint(path.parents)):
+        digest = _digest(path)
+        if (other := places.setdefault(digest, path)) is not path:
+            raise DataError(f"{path}: the task is the same as {other}. Remove one of them.")
+        name = path.relative_to(directory).as_posix() if path != directory else path.resolve().name
+        yield (
+            str(path),
+            {
+                "prompt_id": name,
+                "messages": [{"role": "user", "content": read_task(path).instruction.strip()}],
+                "ground_truth": name,
+                "task": str(path.resolve()),
+                "task_digest": digest,
+            },
+        )
+
+
+def _digest(directory: Path) -> str:
+    """Return a digest of the files of a task, so that a run that resumes notices changed tests."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(directory)}\0{size}\0".encode(errors="surrogateescape"))
+        digest.update(file.read_bytes() if size <= LARGE else b"")
+    return digest.hexdigest()
