@@ -71,7 +71,9 @@ class Tasks:
         try:
             return read_verdict(written, result.code, task.test.text, result.output)
         except DataError as error:
-            raise DataError(f"{columns['task']}: {error}") from error
+            raise DataError(
+                f"{columns['task']}: {error} {Verdict(0.0, {}, result.output).printed}"
+            ) from error
 
 
 async def _run(workspace: Any, script: Script) -> Any:

@@ -8,5 +8,6 @@ PROVIDES = {
     "rl4llm.rewards": {"task": "rl4llm.extensions.tasks.reward:TaskReward"},
     "rl4llm.parts": {
         "tasks": "rl4llm.extensions.tasks.grade:Tasks",
+        "check_tasks": "rl4llm.extensions.tasks.check:check_tasks",
     },
 }

@@ -26,6 +26,11 @@ class Verdict:
     tests: Mapping[str, bool] = field(default_factory=dict)
     output: str = ""
 
+    @property
+    def printed(self) -> str:
+        """Return the end of what the tests printed, on one line."""
+        return f"The tests printed: {' '.join(self.output.split())[-200:] or 'nothing'}"
+
 
 def read_verdict(files: Mapping[str, bytes], code: int | None, script: str, output: str = "") -> Verdict:
     """Return the verdict of tests that ended with `code` and left `files` in /logs/verifier.

@@ -1,36 +1,15 @@
 """Hidden tests decide after an episode, in a second start: nothing that an episode left behind counts as a reward."""
 
-import asyncio
 import shutil
-from pathlib import Path
 
 import pytest
-from task_files import HARBOR, TERMINAL_BENCH, write_task
+from task_files import HARBOR, TERMINAL_BENCH, graded, write_task
 
 from rl4llm.core.errors import DataError, RL4LLMError
-from rl4llm.extensions.tasks.grade import Tasks
 from rl4llm.extensions.tasks.verdict import Verdict
-from rl4llm.extensions.workspaces import WorkspaceError, Workspaces
+from rl4llm.extensions.workspaces import WorkspaceError
 
 pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
-
-
-def graded(task: Path, *episode: str, env: dict[str, str] | None = None) -> Verdict:
-    """Return the verdict of an episode whose commands run in a shell each."""
-
-    async def play() -> Verdict:
-        pool = Workspaces()
-        tasks = Tasks(pool)
-        workspace = await tasks.open({"task": str(task)})
-        try:
-            for command in episode:
-                await workspace.run(["sh", "-c", command], wall_s=20, env=env or {})
-            return await tasks.grade({"task": str(task)}, workspace)
-        finally:
-            await workspace.close()
-            pool.close()
-
-    return asyncio.run(play())
 
 
 @pytest.mark.parametrize("files", [HARBOR, TERMINAL_BENCH])

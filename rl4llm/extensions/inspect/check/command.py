@@ -77,11 +77,16 @@ def _failed_step(arguments: argparse.Namespace) -> int:
 
 
 def _task(arguments: argparse.Namespace) -> int:
-    """Sample the model on prompts of the task, and show what its groups would teach."""
+    """Run the solutions of tasks, then sample the model on its prompts, and show what its groups would teach."""
     from rl4llm.config import load_config
-    from rl4llm.extensions.inspect.check.task import examine
+    from rl4llm.extensions.inspect.check.task import examine, faulty_tasks
 
     config = load_config(arguments.config, arguments.overrides)
+    with meanwhile():
+        faults = faulty_tasks(config)
+    if faults:
+        write_json({"faulty_tasks": faults}) if arguments.json else show(*faults)
+        return 1
     with meanwhile():
         report = examine(config, PROMPTS if arguments.prompts is None else arguments.prompts)
     if arguments.json:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from rl4llm.config import Config
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.message import shortened
+from rl4llm.core.registry import PARTS, load, provided
 from rl4llm.core.types import TRUNCATED, Trajectory
 from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.inspect.check.bench import Bench
+from rl4llm.extensions.inspect.check.parts import data
 from rl4llm.tracking.summary import QUOTED_CHARS, last_words, summarize, unread
 from rl4llm.trainers.rl import RLTrainer
 
@@ -57,6 +59,20 @@ class TaskReport:
         if metrics["failures"]:
             yield f"failed        {metrics['failures']:.0f} episodes, which would be left out"
         yield from (f"change        {text}" for text in self.advice or ["nothing"])
+
+
+def faulty_tasks(config: Config) -> list[str]:
+    """Return a line for each row with hidden tests that its own solution fails, or that pass where nothing was done."""
+    check = provided(PARTS).get("check_tasks")
+    with closing(Bench(config)) as bench:
+        data(bench)
+        return [
+            line
+            for part in (bench.parts if check else ())
+            for line in load(check)(
+                [*part.dataset, *(part.held_out or ())], part.setup.config.env.get("workspace") or {}
+            )
+        ]
 
 
 def examine(config: Config, prompts: int) -> TaskReport:

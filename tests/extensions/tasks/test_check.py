@@ -1,0 +1,42 @@
+"""Solutions and empty agents show which tasks do not tell, before anything trains."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from task_files import TERMINAL_BENCH, write_task
+
+from rl4llm.cli import main
+from rl4llm.data.load import load_rows
+from rl4llm.extensions.tasks.check import check_tasks
+
+pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+
+
+def test_check_names_tasks_that_do_not_tell(tmp_path):
+    write_task(tmp_path / "good")
+    write_task(tmp_path / "bench", TERMINAL_BENCH)
+    write_task(tmp_path / "unsolved", solution_solve_sh="echo 5 > /answer\n")
+    write_task(tmp_path / "empty", tests_test_sh="exit 0\n")
+    write_task(tmp_path / "broken", tests_test_sh="echo 7 > /logs/verifier/reward.txt\n")
+    write_task(tmp_path / "open", instruction_md="No solution.", solution_solve_sh=None)
+    lines = check_tasks(load_rows(tmp_path), {"count": 3})
+    assert [Path(line.partition(": ")[0]).name for line in lines] == ["broken", "broken", "empty", "unsolved"]
+    assert all("\n" not in line for line in lines)
+    assert check_tasks([{"task": "sorting"}], {}) == []  # a column of another dataset
+
+
+def test_the_command_checks_tasks_before_it_loads_a_model(tmp_path, capsys):
+    write_task(tmp_path / "tasks" / "train" / "good")
+    write_task(tmp_path / "tasks" / "test" / "unsolved", solution_solve_sh="echo 5 > /answer\n")
+    config = tmp_path / "tasks.yaml"
+    config.write_text(
+        f"model: {{path: {tmp_path}/none}}\ndata: {{path: {tmp_path}/tasks}}\nrewards: [task]\n"
+    )
+    words = ["check", str(config), "--task", f"output.dir={tmp_path}/run"]
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and "unsolved" in out
+    assert main([*words, "eval.every=0"]) == 1  # nothing is wrong with the tasks
+    assert capsys.readouterr().err.startswith("ModelError")
+    assert main([*words, "env.workspace={engine: none}"]) == 2
