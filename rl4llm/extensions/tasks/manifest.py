@@ -6,6 +6,7 @@ PROVIDES = {
         "task.yaml": "rl4llm.extensions.tasks.rows:task_rows",
     },
     "rl4llm.rewards": {"task": "rl4llm.extensions.tasks.reward:TaskReward"},
+    "rl4llm.commands": {"tasks": "rl4llm.extensions.tasks.command"},
     "rl4llm.parts": {
         "tasks": "rl4llm.extensions.tasks.grade:Tasks",
         "check_tasks": "rl4llm.extensions.tasks.check:check_tasks",
