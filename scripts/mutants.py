@@ -419,6 +419,34 @@ SANDBOX = _of(
      "test_code_reward.py::test_the_last_block_of_python_is_the_code"),
 )  # fmt: skip
 
+TASKS = _of(
+    "extensions/tasks",
+    "tests/extensions/tasks",
+    ("tasks_cleared", "grade.py", "mv /$name /.$2-$name || exit 1", "true",
+     "test_grade.py::test_what_an_episode_prepares_does_not_count"),
+    ("tasks_time", "grade.py", "return Verdict(0.0, output=result.output)", "pass",
+     "test_grade.py::test_tests_that_hang_give_0_in_their_time"),
+    ("tasks_range", "verdict.py", "if not 0 <= stored <= 1:", "if stored > 1:",
+     "test_verdict.py::test_what_cannot_be_read_is_a_fault_of_the_data"),
+    ("tasks_promised", "verdict.py", "if any(name in script for name in REWARDS):", "if False:",
+     "test_verdict.py::test_a_promised_reward_that_is_missing_is_no_success"),
+    ("tasks_unscored", "reward.py", 'RewardFailure("no tests ran")', "0.0",
+     "test_verdict.py::test_a_sample_without_a_verdict_fails"),
+    ("tasks_keys", "task.py", "if key not in keys and value", "if False and value",
+     "test_rows.py::test_a_task_that_cannot_be_obeyed_is_one_line"),
+    ("tasks_twice", "rows.py", "is not path:", "is None:", "test_rows.py::test_a_task_that_is_there_twice_is_refused"),
+    ("tasks_splits", "../../data/read.py", "not (path / split).is_dir():", "False:",
+     "test_rows.py::test_splits_of_tasks_never_mix"),
+    ("tasks_checked", "check.py", "if verdict.reward == solved:", "if verdict.reward >= solved:",
+     "test_check.py::test_check_names_tasks_that_do_not_tell"),
+    ("swe_future", "swe.py", 'shutil.rmtree(repo / ".git")', "pass",
+     "test_swe.py::test_an_episode_sees_no_solution_and_no_later_commit"),
+    ("swe_links", "swe.py", '[ ! -L "$folder" ] || rm "$folder"', "true",
+     "test_swe.py::test_what_an_episode_does_to_the_tests_does_not_count"),
+    ("swe_skips", "swe.py", """ && ! grep -q 'type="pytest.skip"' $log""", "",
+     "test_swe.py::test_what_an_episode_does_to_the_tests_does_not_count"),
+)  # fmt: skip
+
 REWARDS = _of(
     "rewards",
     "tests/rewards",
@@ -564,6 +592,7 @@ MUTANTS = {
         ADAPTERS,
         SANDBOX,
         WORKSPACES,
+        TASKS,
         REWARDS,
         COMPOSE,
         TINKER,

@@ -27,6 +27,9 @@ KEYS: Mapping[str, str] = {
 }
 """The keys of each section that are read, or that only describe; network, memory and disk are the run's to give."""
 
+SERVICE = "build image container_name command volumes"
+"""What a service of Terminal-Bench always has. Its volumes are logs, and its command waits."""
+
 PLAIN = {"os": "linux", "environment_mode": "shared", "user": "root", "parser_name": "pytest"}
 """Values of other keys that say what happens in any case."""
 
@@ -89,21 +92,19 @@ def _task(
 ) -> Task:
     if not instruction.strip():
         raise DataError("the task has no instruction.")
-    environment = config.get("environment", {})
+    environment, tests = config.get("environment", {}), config.get("verifier", {})
     image = environment.get("docker_image")
     dockerfile = _image(directory / context, files=bool(context) and image is None)
     hidden = {"/tests": directory / "tests"} if (directory / "tests").is_dir() else {}
-    tests, solve = (
-        config.get("verifier", {}),
-        {**config.get("agent", {}), "env": config.get("solution", {}).get("env", {})},
-    )
+    solve = None
+    if (directory / solution).is_file():
+        limits = config.get("agent", {}) | config.get("solution", {})
+        solve = _script(directory / solution, f"/{solution}", {}, limits)
     return Task(
         instruction.strip(),
         dockerfile or image,
         _script(directory / test, f"/{test}", hidden, tests),
-        _script(directory / solution, f"/{solution}", {}, solve)
-        if (directory / solution).is_file()
-        else None,
+        solve,
         environment.get("workdir"),
         _variables(environment.get("env", {})),
     )
@@ -130,13 +131,15 @@ def _refuse(section: str, table: Mapping[str, Any], keys: Sequence[str]) -> None
 def _image(context: Path, *, files: bool) -> str | None:
     """Return the directory of a Dockerfile, None without one; `files` there without one would be in no image."""
     compose = context / "docker-compose.yaml"
-    services = (
-        yaml.safe_load(compose.read_text(encoding="utf-8"))["services"] if compose.is_file() else {"": {}}
-    )
-    if len(services) != 1:
-        raise DataError(f"{compose.name} starts {', '.join(services)}, but a workspace is one machine.")
-    build = next(iter(services.values())).get("build") or "."
-    context = context / (build if isinstance(build, str) else build.get("context", "."))
+    if compose.is_file():
+        services = yaml.safe_load(compose.read_text(encoding="utf-8"))["services"]
+        if len(services) != 1:
+            raise DataError(f"{compose.name} starts {', '.join(services)}, but a workspace is one machine.")
+        (service,) = services.values()
+        variables = [item for item in service.get("environment") or () if not item.startswith("TEST_DIR")]
+        _refuse(f"{compose.name}: ", {**service, "environment": variables}, SERVICE.split())
+        build = service.get("build") or "."
+        context = context / (build if isinstance(build, str) else build.get("context", "."))
     if (context / "Dockerfile").is_file():
         return str(context.resolve())
     if files and context.is_dir() and any(context.iterdir()):

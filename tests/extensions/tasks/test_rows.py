@@ -66,6 +66,8 @@ TOML = HARBOR["task.toml"]
         {"task_toml": TOML + "[environment]\nenv = {KEY = '${RL4LLM_UNSET}'}\n"},
         {"environment/data.txt": "in no image"},
         {"environment/docker-compose.yaml": "services: {main: {}, db: {image: postgres}}"},
+        {"environment/docker-compose.yaml": "services: {main: {privileged: true}}"},
+        {"environment/docker-compose.yaml": "services: {main: {environment: [SIZE=3]}}"},
     ],
     ids=str,
 )

@@ -63,16 +63,15 @@ class TaskReport:
 
 def faulty_tasks(config: Config) -> list[str]:
     """Return a line for each row with hidden tests that its own solution fails, or that pass where nothing was done."""
-    check = provided(PARTS).get("check_tasks")
+    if (path := provided(PARTS).get("check_tasks")) is None:
+        return []
+    lines: list[str] = []
     with closing(Bench(config)) as bench:
         data(bench)
-        return [
-            line
-            for part in (bench.parts if check else ())
-            for line in load(check)(
-                [*part.dataset, *(part.held_out or ())], part.setup.config.env.get("workspace") or {}
-            )
-        ]
+        for part in bench.parts:
+            rows, options = [*part.dataset, *(part.held_out or ())], part.setup.config.env.get("workspace")
+            lines += load(path)(rows, options or {})
+    return lines
 
 
 def examine(config: Config, prompts: int) -> TaskReport:
