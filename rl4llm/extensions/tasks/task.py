@@ -36,7 +36,7 @@ PLAIN = {"os": "linux", "environment_mode": "shared", "user": "root", "parser_na
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script of a task: the paths that are bound for it, the words that run it, its variables, its seconds, its text."""
+    """A script of a task: paths to bind, words, variables, seconds, and its text with that of the programs beside it."""
 
     files: Mapping[str, Path]
     words: Sequence[str]
@@ -117,8 +117,9 @@ def _script(file: Path, place: str, files: Mapping[str, Path], options: Mapping[
     words = first[2:].split() if first.startswith("#!") else ["sh"]
     folder = os.path.dirname(place)
     bound = {place: file} if folder == "/" else {folder: file.parent}  # with the files beside it
-    env = _variables(options.get("env", {}))
-    return Script({**files, **bound}, (*words, place), env, float(options.get("timeout_sec") or 600), text)
+    texts = [text, *(path.read_text("utf-8", "replace") for path in files.get(folder, file).rglob("*.py"))]
+    env, wall_s = _variables(options.get("env", {})), float(options.get("timeout_sec") or 600)
+    return Script({**files, **bound}, (*words, place), env, wall_s, "\n".join(texts))
 
 
 def _refuse(section: str, table: Mapping[str, Any], keys: Sequence[str]) -> None:

@@ -102,6 +102,12 @@ def test_an_invalid_reward_fails_the_sample(tmp_path, text):
         graded(task)
 
 
+def test_a_promise_of_a_program_of_the_tests_counts(tmp_path):
+    write_task(tmp_path, **{"tests/judge.py": 'open("/logs/verifier/reward.txt", "w").write("1")\n'})
+    with pytest.raises(DataError):
+        graded(write_task(tmp_path, tests_test_sh="python3 /tests/no_judge.py; exit 0\n"))
+
+
 def test_tests_that_cannot_start_fail_the_sample(tmp_path):
     task = write_task(tmp_path, tests_test_sh="#!/no/such/shell\nexit 1\n")
     with pytest.raises(RL4LLMError):
