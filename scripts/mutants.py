@@ -428,7 +428,7 @@ TASKS = _of(
      "test_grade.py::test_tests_that_hang_give_0_in_their_time"),
     ("tasks_range", "verdict.py", "if not 0 <= stored <= 1:", "if stored > 1:",
      "test_verdict.py::test_what_cannot_be_read_is_a_fault_of_the_data"),
-    ("tasks_promised", "verdict.py", "if any(name in script for name in REWARDS):", "if False:",
+    ("tasks_promised", "verdict.py", "if reward is None and any(name", "if False and any(name",
      "test_verdict.py::test_a_promised_reward_that_is_missing_is_no_success"),
     ("tasks_unscored", "reward.py", 'RewardFailure("no tests ran")', "0.0",
      "test_verdict.py::test_a_sample_without_a_verdict_fails"),

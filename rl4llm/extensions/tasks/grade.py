@@ -11,6 +11,7 @@ from rl4llm.core.errors import DataError
 from rl4llm.extensions.tasks.task import Script, read_task
 from rl4llm.extensions.tasks.verdict import LOGS, REPORTS, REWARDS, Verdict, read_verdict
 
+READ_BYTES = 1 << 24
 CLEAR_S = 60.0
 CLEAR = f"""
 chmod u+w /
@@ -66,7 +67,7 @@ class Tasks:
         result = await _run(workspace, task.test)
         if result.timed_out:
             return Verdict(0.0, output=result.output)
-        files = {name: await workspace.read(f"{LOGS}/{name}") for name in (*REWARDS, *REPORTS)}
+        files = {name: await workspace.read(f"{LOGS}/{name}", READ_BYTES) for name in (*REWARDS, *REPORTS)}
         written = {name: content for name, content in files.items() if content is not None}
         try:
             return read_verdict(written, result.code, task.test.text, result.output)

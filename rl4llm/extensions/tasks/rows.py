@@ -19,28 +19,17 @@ def task_rows(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises DataError for a task that cannot be used, and for one that is there twice.
     """
-    files = {
-        file.parent
-        for pattern in ("", "*/", "*/*/")
-        for mark in MARKS
-        for file in directory.glob(pattern + mark)
-    }
+    patterns = [below + mark for below in ("", "*/", "*/*/") for mark in MARKS]
+    files = {file.parent for pattern in patterns for file in directory.glob(pattern)}
     places: dict[str, Path] = {}
     for path in sorted(path for path in files if files.isdisjoint(path.parents)):
         digest = _digest(path)
         if (other := places.setdefault(digest, path)) is not path:
             raise DataError(f"{path}: the task is the same as {other}. Remove one of them.")
         name = path.relative_to(directory).as_posix() if path != directory else path.resolve().name
-        yield (
-            str(path),
-            {
-                "prompt_id": name,
-                "messages": [{"role": "user", "content": read_task(path).instruction.strip()}],
-                "ground_truth": name,
-                "task": str(path.resolve()),
-                "task_digest": digest,
-            },
-        )
+        messages = [{"role": "user", "content": read_task(path).instruction}]
+        columns = {"ground_truth": name, "task": str(path.resolve()), "task_digest": digest}
+        yield str(path), {"prompt_id": name, "messages": messages, **columns}
 
 
 def _digest(directory: Path) -> str:

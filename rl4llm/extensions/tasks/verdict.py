@@ -36,24 +36,29 @@ def read_verdict(files: Mapping[str, bytes], code: int | None, script: str, outp
     """Return the verdict of tests that ended with `code` and left `files` in /logs/verifier.
 
     A reward counts before the share of passed tests in a report, and a report before the exit code.
-    Raises DataError for a reward outside 0..1, for what cannot be read, and where the reward that the `script` names is
-    missing: a full disk must not turn its exit code of 0 into a success.
+    Raises DataError for a reward outside 0..1, for what decides and cannot be read, and where the reward that the `script`
+    names is missing: a full disk must not turn its exit code of 0 into a success.
     """
+    reward, tests = None, {}
     try:
+        reward = _reward(files)
         tests = _tests(files)
-        if name := next((name for name in REWARDS if name in files), None):
-            read = json.loads if name.endswith(".json") else float
-            return Verdict(_reward(read(files[name])), tests, output)
     except (*UNREADABLE, ElementTree.ParseError) as error:
-        raise DataError(
-            f"what the tests wrote cannot be read: {error!r:.200}. Next: correct the tests."
-        ) from error
-    if any(name in script for name in REWARDS):
+        if reward is None:
+            reason = f"what the tests wrote cannot be read: {error!r:.200}. Next: correct the tests."
+            raise DataError(reason) from error
+    if reward is None and any(name in script for name in REWARDS):
         raise DataError(f"the tests left no reward in {LOGS}, which they name. Next: correct the tests.")
-    return Verdict(sum(tests.values()) / len(tests) if tests else float(code == 0), tests, output)
+    if reward is None:
+        reward = sum(tests.values()) / len(tests) if tests else float(code == 0)
+    return Verdict(reward, tests, output)
 
 
-def _reward(stored: Mapping[str, float] | float) -> float:
+def _reward(files: Mapping[str, bytes]) -> float | None:
+    """Return the reward of a file, None without one. Raises ValueError and the like."""
+    if (name := next((name for name in REWARDS if name in files), None)) is None:
+        return None
+    stored = json.loads(files[name]) if name.endswith(".json") else float(files[name])
     if isinstance(stored, Mapping):
         stored = stored["reward"] if "reward" in stored else sum(stored.values()) / len(stored)
     if not 0 <= stored <= 1:  # nor NaN
