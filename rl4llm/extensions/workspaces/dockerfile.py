@@ -67,10 +67,18 @@ async def build(name: str, open_workspace: Callable[[Image], Awaitable[Workspace
             with tempfile.TemporaryFile() as archive:
                 await workspace.pack(archive.fileno())
                 archive.seek(0)
-                result = images.unpacked(name, digest, [archive])
+                result = images.unpacked(name, digest, [archive], shell=not below.binds)
         finally:
             await workspace.close()
     return replace(below, root=result, environment=plan.environment, cwd=plan.cwd)
+
+
+def is_local(name: str) -> bool:
+    """Return whether a Dockerfile begins from the host or a path, which neither podman nor docker knows."""
+    context = Path(name).expanduser()
+    steps = _instructions((context / "Dockerfile").read_text())
+    source = next((rest.split()[0] for word, rest in steps if word == "FROM" and rest), "")
+    return source == "host" or (source != "" and (context / source).exists())
 
 
 def _planned(name: str, context: Path) -> Build:

@@ -119,17 +119,19 @@ def _fill_host(root: Path, links: Sequence[tuple[str, str]], shown: Sequence[str
     own(root)
 
 
-def unpacked(name: str, digest: str, layers: Sequence[Path | list[str] | IO[bytes]]) -> Path:
+def unpacked(
+    name: str, digest: str, layers: Sequence[Path | list[str] | IO[bytes]], *, shell: bool = True
+) -> Path:
     """Return the tree of archives, one over the other: files, commands that print one, or open files.
 
-    Raises ConfigError if one cannot be read, or if there is no shell in the end.
+    Raises ConfigError if one cannot be read, or if there is no `shell` in the end.
     """
 
     def fill(root: Path) -> None:
-        shell = ""
+        printed = ""
         for layer in layers:
-            shell = _unpack(name, root, layer)
-        if shell.strip() != "True":
+            printed = _unpack(name, root, layer)
+        if shell and printed.strip() != "True":
             raise ConfigError(
                 f"workspace.image={name!r} has no /bin/sh, so it is not the root of a file system."
             )

@@ -118,7 +118,8 @@ class Workspaces:
     async def _image(self, name: str) -> images.Image:
         if images.kind_of(name) != "dockerfile":
             return await asyncio.to_thread(images.prepare, name)
-        if await asyncio.to_thread(images.containers):
+        command = None if dockerfile.is_local(name) else await asyncio.to_thread(images.containers)
+        if command:
             return await asyncio.to_thread(images.of_containers, name, [name])
         limits = {**self._limits, "disk_bytes": BUILD_BYTES}
         return await dockerfile.build(name, lambda below: self._made(below, {}, limits, lambda: None))
