@@ -69,8 +69,6 @@ FORCING = {
     ),
 }
 """Fields of some servers that force an answer, and what `env.unenforced` calls that."""
-UNENFORCED = ("tool_choice", "response_format")
-"""What `env.unenforced` lets pass."""
 Kept = Mapping[str, tuple[ChatMessage, ...]]
 """The id of an earlier answer -> the conversation with it."""
 
@@ -180,6 +178,19 @@ def wire_of(path: str) -> Wire:
     """Return the API that a path names, by default OpenAI's chat."""
     name = next((name for name in WIRES if f"/v1/{name}" in path), "chat/completions")
     return WIRES[name]
+
+
+def error_of(error: Exception, method: str, path: str) -> tuple[dict[str, Any], int]:
+    """Return the JSON of an error of a handler in the form of the API that the path names, and its HTTP status.
+
+    Errors of aiohttp have a `status` and a `text`.
+    """
+    if isinstance(error, RecursionError):
+        error = RequestError(TOO_DEEP)
+    elif not isinstance(error, RequestError):
+        status = getattr(error, "status", 500)
+        error = RequestError(f"{method} {path[-100:]}: {getattr(error, 'text', error)}", status=status)
+    return wire_of(path).error_body(error), error.status
 
 
 def event(kind: str, **fields: Any) -> str:

@@ -14,7 +14,18 @@ from typing import Any
 
 from aiohttp import web
 
-from rl4llm.envs.wire import MODEL, TOO_DEEP, WIRES, Answer, Asked, RequestError, dumps, read_json, wire_of
+from rl4llm.envs.wire import (
+    MODEL,
+    TOO_DEEP,
+    WIRES,
+    Answer,
+    Asked,
+    RequestError,
+    dumps,
+    error_of,
+    read_json,
+    wire_of,
+)
 from rl4llm.extensions.agents import responses
 from rl4llm.extensions.agents.history import Entry
 from rl4llm.extensions.agents.session import AgentSession
@@ -37,7 +48,7 @@ class _OneLine(logging.LoggerAdapter[logging.Logger]):
 class AgentEndpoint:
     """Serves any number of sessions in the running event loop, from the first use to the end of the last.
 
-    `slots`, if any, are the processes of agents that may run at once. `unenforced` has names of `UNENFORCED`.
+    `slots`, if any, are the processes of agents that may run at once. `unenforced` is that of `AgentEnv`.
     """
 
     def __init__(self, slots: int | None = None, unenforced: Collection[str] = ()) -> None:
@@ -160,18 +171,17 @@ class AgentEndpoint:
     async def _errors_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except RequestError as error:
-            return _json(wire_of(request.path).error_body(error), error.status)
-        except RecursionError:
-            return _json(wire_of(request.path).error_body(RequestError(TOO_DEEP)), 400)
+        except (RequestError, RecursionError) as error:
+            return _json(*error_of(error, request.method, request.path))
         except web.HTTPException as error:
-            known = f"This server has /v1/models, /v1/{', /v1/'.join(WIRES)}"
-            text = known if error.status in (404, 405) else error.text or error.reason
-            refused = RequestError(f"{request.method} {request.path[-100:]}: {text}.", status=error.status)
-            session = self._sessions.get(request.path.split("/")[1])
-            if session and error.status in (404, 405) and request.method == "POST" and "/v1/" in request.path:
-                session.note_refusal(None, refused)  # a wire that is not read
-            return _json(wire_of(request.path).error_body(refused), error.status)
+            if error.status in (404, 405):
+                error.text = f"This server has /v1/models, /v1/{', /v1/'.join(WIRES)}"
+                session = self._sessions.get(request.path.split("/")[1])
+                if session and request.method == "POST" and "/v1/" in request.path:
+                    session.note_refusal(
+                        None, RequestError(f"{request.path[-100:]}: {error.text}")
+                    )  # a wire not read
+            return _json(*error_of(error, request.method, request.path))
 
     def _session(self, request: web.Request) -> AgentSession:
         """Return the session named by the path or by the API key; if both name an episode, they must agree."""

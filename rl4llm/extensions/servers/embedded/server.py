@@ -28,7 +28,7 @@ from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsErr
 from rl4llm.core.images import ImagePlace, tower_of
 from rl4llm.core.registry import load
 from rl4llm.core.types import WeightRef
-from rl4llm.envs.wire import TOO_DEEP, WIRES, RequestError, Wire, dumps, read_json, wire_of
+from rl4llm.envs.wire import WIRES, RequestError, Wire, dumps, error_of, read_json, wire_of
 from rl4llm.extensions.servers.embedded.native import (
     NativeRequest,
     completion_body,
@@ -270,16 +270,11 @@ class EmbeddedServer:
         try:
             self._check_key(request)
             return await handler(request)
-        except RequestError as error:
-            refusal = error
-        except RecursionError:
-            refusal = RequestError(TOO_DEEP)
+        except (RequestError, RecursionError, web.HTTPException) as error:
+            return _json(*error_of(error, request.method, request.path))
         except (EngineError, MemoryError, RuntimeError) as error:
             refusal = RequestError(str(error), status=400 if isinstance(error, RefusedError) else 500)
-        except web.HTTPException as error:
-            text = f"{request.method} {request.path[-100:]}: {error.text or error.reason}"
-            refusal = RequestError(text, status=error.status)
-        return _json(wire_of(request.path).error_body(refusal), refusal.status)
+            return _json(*error_of(refusal, request.method, request.path))
 
     def _check_key(self, request: web.Request) -> None:
         header = request.headers.get("x-api-key", request.headers.get("Authorization", ""))
