@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rl4llm.core.base_env import LLM, BaseMDPEnv, SampleState
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.dialects import Dialects
@@ -50,6 +50,7 @@ class AgentEnv(BaseMDPEnv):
     Args:
         command: starts a process for each episode, see `CommandAgent`.
         env: further variables for the command, which gets none of the trainer's keys.
+        files: texts of files by their paths in the directory in which the command runs, such as an agent's settings.
         agent: a function or "package.module:function", see `FunctionAgent`.
         max_steps: requests of an episode that are answered.
         timeout_s: seconds that an agent may take, including the policy's answers.
@@ -66,6 +67,7 @@ class AgentEnv(BaseMDPEnv):
         *args: Any,
         command: str | Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
+        files: Mapping[str, str] | None = None,
         agent: str | Callable[..., Any] | None = None,
         max_steps: int = 32,
         timeout_s: Positive = 300.0,
@@ -73,7 +75,7 @@ class AgentEnv(BaseMDPEnv):
         unenforced: Sequence[Literal["tool_choice", "response_format"]] = (),
         **kwargs: Any,
     ):
-        self.agent = _agent_of(command, agent, env)
+        self.agent = _agent_of(command, agent, {"env": env, "files": files})
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
         of_turns = [reward.name for reward in self.reward_functions if reward.per_turn]
         if of_turns:
@@ -107,12 +109,15 @@ class AgentEnv(BaseMDPEnv):
                 base_url = endpoint.open(session)
                 try:
                     outcome = await self._outcome(session, base_url)
+                except DataError as error:
+                    sample.fail(str(error), "agent/data")
+                    return
                 finally:
                     await endpoint.close(session)
             self._conclude(sample, session, outcome)
 
     async def _outcome(self, session: AgentSession, base_url: str) -> AgentOutcome | None:
-        """Run the agent and return its outcome; None if it had to be stopped."""
+        """Run the agent and return its outcome; None if it had to be stopped. Raises DataError for a faulty row."""
         running = asyncio.ensure_future(self.agent.run(self._task(session.sample), base_url, session.key))
         try:
             ends: set[asyncio.Future[Any]] = {running, session.over}
@@ -203,12 +208,12 @@ def _told(message: ChatMessage) -> dict[str, Any]:
 
 
 def _agent_of(
-    command: str | Sequence[str] | None, agent: str | Callable[..., Any] | None, env: Mapping[str, str] | None
+    command: str | Sequence[str] | None, agent: str | Callable[..., Any] | None, options: Mapping[str, Any]
 ) -> CommandAgent | FunctionAgent:
     if command is not None and agent is None:
-        return CommandAgent(command, env)
-    if env:
-        raise ConfigError("env.env is only for a command; a function has the variables of the trainer.")
+        return CommandAgent(command, **options)
+    if names := [name for name, value in options.items() if value]:
+        raise ConfigError(f"env.{names[0]} is only for a command. A function runs in the trainer.")
     if agent is not None and command is None:
         return FunctionAgent(agent)
     raise ConfigError('env.name=agent needs either env.command="..." or env.agent=package.module:function.')

@@ -7,14 +7,18 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
+import site
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from rl4llm.core.errors import ConfigError
+from rl4llm.core.errors import ConfigError, DataError
 from rl4llm.core.redact import short_environment
 from rl4llm.core.registry import imported
 from rl4llm.runtime.raised import raised
@@ -25,6 +29,7 @@ MAX_OUTPUT = 1024**2  # bytes of an agent's standard output that are kept
 MAX_LAST_WORDS = 2000  # bytes at the end of its standard error that are shown
 GRACE_S = 1.0  # between asking a process to end and killing it
 STOP_S = 40.0  # until the supervisor itself is killed
+NAMES = re.compile(r"\{(prompt|base_url|key)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,68 +40,136 @@ class AgentOutcome:
     crash: str | None = None
 
 
-class CommandAgent:
-    """A command: it reads the task as JSON from standard input and prints its output; exit code 0 is success.
+class Program(Protocol):
+    """A started process with pipes, on this machine or in a workspace."""
 
-    The variables OPENAI_BASE_URL and OPENAI_API_KEY, and ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, hold the policy's
-    address and key. Of the trainer's variables it sees only those of `short_environment`, since the policy may read what
-    the agent sees; `env` adds others. When it ends or is stopped, all processes that it started are killed.
+    @property
+    def stdin(self) -> asyncio.StreamWriter | None: ...
+    @property
+    def stdout(self) -> asyncio.StreamReader | None: ...
+    @property
+    def stderr(self) -> asyncio.StreamReader | None: ...
+    async def wait(self) -> int: ...
+
+
+class CommandAgent:
+    """A command that starts an agent in a new directory, its working directory and HOME; exit code 0 is success.
+
+    In the words of the command and in `files`, the texts of files in that directory, `{prompt}` becomes the last message
+    of the user, and `{base_url}` and `{key}` the policy's address. Without a `{prompt}`, the command reads its task as
+    JSON from standard input. What it prints is its output.
+
+    The variables OPENAI_BASE_URL and OPENAI_API_KEY, and ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, hold the address too.
+    Of the trainer's variables it sees only those of `short_environment`, since the policy may read what the agent sees;
+    `env` adds others. When it ends or is stopped, all processes that it started are killed.
     """
 
-    def __init__(self, command: str | Sequence[str], env: Mapping[str, str] | None = None):
-        self.env = dict(env or {})
-        wrong = [name for name, value in self.env.items() if not isinstance(value, str)]
-        if wrong:
-            raise ConfigError(f"env.env: the value of {wrong[0]!r} must be a string. Put it in quotes.")
+    def __init__(
+        self,
+        command: str | Sequence[str],
+        env: Mapping[str, str] | None = None,
+        files: Mapping[str, str] | None = None,
+    ):
+        self.env, self.files = dict(env or {}), dict(files or {})
+        for option in ("env", "files"):
+            for name, value in getattr(self, option).items():
+                if not isinstance(value, str):
+                    raise ConfigError(
+                        f"env.{option}: the value of {name!r} must be a string. Put it in quotes."
+                    )
         self.words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-        if not self.words or shutil.which(self.words[0]) is None:
+        self._has_prompt = any("{prompt}" in text for text in (*self.words, *self.files.values()))
+        self._check()
+
+    def _check(self) -> None:
+        """Find the files that the command names, since it runs in another directory. Raises ConfigError."""
+        program = self.words and shutil.which(self.words[0], path=self.env.get("PATH"))
+        if not program:
             raise ConfigError(
-                f"env.command={command!r} is not accepted: the program {self.words[:1]} was not found."
+                f"env.command={shlex.join(self.words)!r} is not accepted: the program {self.words[:1]} was not found."
             )
+        self.words = [os.path.abspath(word) if os.path.isfile(word) else word for word in self.words]
+        self.words[0] = os.path.abspath(program)
+        for path in self.files:
+            if os.path.isabs(path) or ".." in Path(path).parts:
+                raise ConfigError(
+                    f"env.files: {path!r} is not accepted. Accepted: a path in the agent's directory."
+                )
 
     async def run(self, task: Mapping[str, Any], base_url: str, api_key: str) -> AgentOutcome:
+        """Run the agent. Raises DataError if its command has a `{prompt}` and the task no message of the user."""
+        fill = self._filler(task, base_url, api_key)
+        directory = tempfile.TemporaryDirectory(prefix="rl4llm-agent-", ignore_cleanup_errors=True)
         try:
-            process = await self._start(base_url, api_key)
+            for path, text in self.files.items():
+                file = Path(directory.name, path)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(fill(text), encoding="utf-8")
+            process = await self._start(
+                [fill(word) for word in self.words], directory.name, base_url, api_key
+            )
+            try:
+                return await self._outcome(process, task)
+            finally:
+                await _end(process)
         except OSError as error:
             return AgentOutcome(crash=f"it could not be started: {error}")
-        assert process.stdin and process.stdout and process.stderr  # they are pipes
-        try:
-            _, output, errors, _ = await asyncio.gather(
-                _feed(process.stdin, json.dumps(task, default=str).encode()),
-                _first(process.stdout, MAX_OUTPUT),
-                _last(process.stderr, MAX_LAST_WORDS),
-                process.wait(),
-            )
         finally:
-            await _end(process)
-        details = f": {errors}" if errors else " and no output on standard error"
-        crash = (
-            f"it ended with exit code {_exit_code(process.returncode)}{details}"
-            if process.returncode
-            else None
+            await asyncio.to_thread(directory.cleanup)
+
+    def _filler(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Callable[[str], str]:
+        """Return a function that puts values in the place of their names in braces."""
+        values = {"base_url": base_url, "key": api_key}
+        if self._has_prompt:
+            values["prompt"] = _prompt_of(task["messages"])
+        return lambda text: NAMES.sub(lambda name: values[name[1]], text)
+
+    async def _outcome(self, process: Program, task: Mapping[str, Any]) -> AgentOutcome:
+        """Hand a started agent its task and wait for its end."""
+        assert process.stdin and process.stdout and process.stderr  # they are pipes
+        content = b"" if self._has_prompt else json.dumps(task, default=str).encode()
+        _, output, errors, code = await asyncio.gather(
+            _feed(process.stdin, content),
+            _first(process.stdout, MAX_OUTPUT),
+            _last(process.stderr, MAX_LAST_WORDS),
+            process.wait(),
         )
+        details = f": {errors}" if errors else " and no output on standard error"
+        crash = f"it ended with exit code {_exit_code(code)}{details}" if code else None
         return AgentOutcome(output, crash)
 
-    async def _start(self, base_url: str, api_key: str) -> asyncio.subprocess.Process:
-        no_proxy = ",".join(filter(None, (self.env.get("NO_PROXY", os.environ.get("NO_PROXY")), "127.0.0.1")))
+    async def _start(
+        self, words: Sequence[str], directory: str, base_url: str, api_key: str
+    ) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
+        paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         return await asyncio.create_subprocess_exec(
-            *supervised(self.words, GRACE_S),
+            *supervised(words, GRACE_S),
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
+            cwd=directory,
             env={
                 **short_environment(),
-                **self.env,
-                "OPENAI_BASE_URL": base_url,
-                "OPENAI_API_KEY": api_key,
-                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": api_key,
-                "NO_PROXY": no_proxy,
-                "no_proxy": no_proxy,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "PYTHONUSERBASE": site.getuserbase(),  # else below HOME
+                "HOME": directory,
+                **self._variables(base_url, api_key),
             },
             start_new_session=True,  # Ctrl-C in a terminal must reach only the trainer
         )
+
+    def _variables(self, base_url: str, api_key: str) -> dict[str, str]:
+        no_proxy = ",".join(filter(None, (self.env.get("NO_PROXY", os.environ.get("NO_PROXY")), "127.0.0.1")))
+        return {
+            **self.env,
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": api_key,
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": api_key,
+            "NO_PROXY": no_proxy,
+            "no_proxy": no_proxy,
+        }
 
 
 class FunctionAgent:
@@ -124,6 +197,15 @@ class FunctionAgent:
         if not isinstance(output, str):
             output = "" if output is None else json.dumps(output, ensure_ascii=False, default=str)
         return AgentOutcome(output[:MAX_OUTPUT].strip())
+
+
+def _prompt_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the last message of the user."""
+    content = next((row["content"] for row in reversed(messages) if row["role"] == "user"), None)
+    if content is None:
+        raise DataError("env.command has {prompt}, but the row has no message of the user.")
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return "".join(part.get("text", "") for part in parts)
 
 
 async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
