@@ -116,6 +116,7 @@ setup(
             "extensions/view/page/*",
             "extensions/remote/environments.*",
             "configs/*.yaml",
+            "configs/agents/*.yaml",
             "configs/presets/*.yaml",
             "configs/recipes/*/*.yaml",
             "configs/recipes/*/*.py",

@@ -3,9 +3,12 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
+from rl4llm.compose.environments import check_env_options
+from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.agents.env import AgentEnv
 
@@ -17,6 +20,7 @@ url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 urllib.request.urlopen(urllib.request.Request(url, body, head)).read()
 """
 TELLS = 'print(json.dumps([sys.argv[1:], sys.stdin.read(), os.environ["HOME"]]))'
+CONFIGS = Path(__file__).parents[3] / "configs"
 PROMPT = "--x \"two words\" $HOME 'q' {key}\n\\"
 
 
@@ -99,3 +103,11 @@ def test_files_beside_the_trainer_are_found(play, program, tmp_path, monkeypatch
 def test_no_file_is_written_outside_of_the_directory(tokenizer, path):
     with pytest.raises(ConfigError):
         AgentEnv([], tokenizer, [], 1, 1, command="true", files={path: "x"})
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "agents").glob("*.yaml")), ids=lambda file: file.stem)
+def test_each_configuration_of_an_agent_is_accepted(file):
+    config = load_config(CONFIGS / "agent_grpo.yaml", [str(file)])
+    check_env_options(AgentEnv, config.env)
+    texts = [*config.env["command"], *config.env.get("files", {}).values()]
+    assert sum("{prompt}" in text for text in texts) == 1
