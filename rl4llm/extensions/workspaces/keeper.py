@@ -31,7 +31,7 @@ UNMEASURED_S, UNMEASURED_BYTES, UNMEASURED_FILES = (
 )  # until then the whole disk may lose this much
 RESERVE_BYTES = 256 << 20  # free space of the machine's disk, below which workspaces end
 HELPER_S, COMPARED_S, ARCHIVE_S = 30, 10, 3600
-SHORT = "/tmp"  # where a holder sees the workspace's directory, whose real path it may not enter
+SHORT = "/sys"  # where a holder sees the workspace's directory, whose real path it may not enter
 LOCK = "lock"
 _ROOT = str(Path(__file__).parents[3])
 

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rl4llm.core.errors import ConfigError, unknown
@@ -43,6 +44,7 @@ class Workspaces:
             OCI layout or with a Dockerfile, or a name that podman or docker knows.
         engine: "auto" or "bubblewrap", which isolates programs with user namespaces.
         network: names of hosts that programs reach over HTTP and HTTPS, through a proxy that is announced to them.
+        mounts: directories of the host that are bound read-only, "DIR" at the same place or "DIR:PLACE".
         memory_bytes: memory of all processes of a workspace together.
         processes: number of processes of a workspace.
         disk_bytes: size of the files that differ from the image; each counts at least 4 KiB.
@@ -59,6 +61,7 @@ class Workspaces:
         image: str = "host",
         engine: str = "auto",
         network: Sequence[str] = (),
+        mounts: Sequence[str] = (),
         memory_bytes: Count = 1 << 30,
         processes: Count = 256,
         disk_bytes: Count = 1 << 30,
@@ -74,6 +77,7 @@ class Workspaces:
         images.kind_of(image)
         self._limits = {"memory_bytes": memory_bytes, "processes": processes, "disk_bytes": disk_bytes}
         self._network, self._output_bytes = list(network), output_bytes
+        self._mounts = tuple(map(_mount, mounts))
         self._images: dict[str, images.Image] = {}
         self._places = threading.BoundedSemaphore(count)
         self._lock, self._starting = threading.Lock(), threading.Lock()
@@ -92,7 +96,8 @@ class Workspaces:
         await _acquired(self._places)
         try:
             lower = await self._prepared(image or self.image)
-            return await self._made(lower, sockets or {}, self._limits, self._places.release)
+            shown = replace(lower, binds=(*lower.binds, *self._mounts))
+            return await self._made(shown, sockets or {}, self._limits, self._places.release)
         except BaseException:
             self._places.release()
             raise
@@ -240,3 +245,12 @@ async def _bring(source: Path, target: Path) -> None:
             ) from error
 
     await asyncio.to_thread(copy)
+
+
+def _mount(text: str) -> tuple[str, str]:
+    """Return the source and the place of a mount."""
+    source, _, place = text.partition(":")
+    source = os.path.abspath(os.path.expanduser(source))
+    if not os.path.isdir(source):
+        raise ConfigError(f"workspace.mounts: {source} is not a directory.")
+    return source, place or source
