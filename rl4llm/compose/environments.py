@@ -199,7 +199,7 @@ def build_rewards(
     config, objects = setup.config, setup.given
     if objects.reward_functions is not None:
         return [as_reward_function(item) for item in objects.reward_functions], objects.reward_transform_fn
-    named = setup.env_class.default_rewards if config.rewards is None else config.rewards
+    named = setup.env_class.rewards_for(row) if config.rewards is None else config.rewards
     specs, factors = zip(*(weighed(item) for item in named), strict=True) if named else ((), ())
     rewards = (
         objects.hosted.rewards(specs, setup.tokenizer, row, config.seed)

@@ -132,6 +132,11 @@ class BaseMDPEnv(Player):
         """The roles that the policy learns from."""
         return tuple(role for role in self.policy_roles if role not in self.frozen)
 
+    @classmethod
+    def rewards_for(cls, row: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the rewards of a run over rows such as this one, if its configuration has none."""
+        return cls.default_rewards
+
     def opening(
         self, role: str, task: Sequence[ChatMessage], columns: Mapping[str, Any]
     ) -> Sequence[ChatMessage]:

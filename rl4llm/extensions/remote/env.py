@@ -166,6 +166,10 @@ class HostedEnvironment:
             self.options.pop("opponents", None)
         self._opened: Any = None
 
+    def rewards_for(self, row: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the host's default rewards."""
+        return self.default_rewards
+
     def rewards(
         self, specs: Sequence[Any], tokenizer: Any, row: Mapping[str, Any], seed: int
     ) -> list[BaseRewardFunction]:
