@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -31,6 +32,7 @@ from rl4llm.extensions.agents.history import Entry
 from rl4llm.extensions.agents.session import AgentSession
 
 HOST = "127.0.0.1"
+SOCKET = "policy"
 MAX_BODY = 64 * 1024**2  # bytes
 BACKLOG = 1024  # connections that may wait: all agents of a rollout connect at once
 logger = logging.getLogger("rl4llm.agents")
@@ -59,6 +61,7 @@ class AgentEndpoint:
         self._sessions: dict[str, AgentSession] = {}
         self._ended: set[str] = set()
         self._runner: web.AppRunner | None = None
+        self._at: dict[str, str] = {}  # keys by the paths of sockets
         self._port = 0
 
     @asynccontextmanager
@@ -96,6 +99,21 @@ class AgentEndpoint:
         """Start to answer a session's requests, and return their base URL."""
         self._sessions[session.key] = session
         return f"http://{HOST}:{self._port}/{session.key}/v1"
+
+    @asynccontextmanager
+    async def socket(self, session: AgentSession) -> AsyncIterator[str]:
+        """Answer a session's requests, and no others, at a Unix socket of this path too."""
+        with tempfile.TemporaryDirectory(prefix="rl4llm-agent-") as directory:
+            path = f"{directory}/{SOCKET}"
+            assert self._runner is not None  # it is used
+            site = web.UnixSite(self._runner, path)
+            await site.start()
+            self._at[path] = session.key
+            try:
+                yield path
+            finally:
+                del self._at[path]
+                await site.stop()
 
     async def close(self, session: AgentSession) -> None:
         """Refuse the session's requests from now on."""
@@ -200,6 +218,9 @@ class AgentEndpoint:
                 status=401,
                 code="invalid_api_key",
             )
+        here = request.transport.get_extra_info("sockname") if request.transport else None
+        if isinstance(here, str) and self._at.get(here) != named:
+            raise RequestError("The key belongs to another episode.", status=401, code="invalid_api_key")
         if key != named and key in known:
             raise RequestError("The API key belongs to another episode.", status=401, code="invalid_api_key")
         if named in self._ended:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 from rl4llm.core.base_env import LLM, BaseMDPEnv, SampleState
 from rl4llm.core.errors import ConfigError, DataError
+from rl4llm.core.registry import from_extension
 from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.dialects import Dialects
 from rl4llm.extensions.agents.endpoint import AgentEndpoint
+from rl4llm.extensions.agents.inside import WorkspaceAgent
 from rl4llm.extensions.agents.runs import AgentOutcome, CommandAgent, FunctionAgent
 from rl4llm.extensions.agents.session import AgentSession
 from rl4llm.runtime.seeds import derive_seed
@@ -43,6 +45,8 @@ class AgentEnv(BaseMDPEnv):
     answer was cut at its token limit, the episode ends normally. If a request was refused for another reason, and the
     agent did not repeat it successfully, the sample fails (`agent/refused`): its record would end too early.
 
+    So do samples whose row or hidden tests are faulty (`env/task`), and those without a workspace (`env/workspace`).
+
     The metrics are `env/requests`, `env/refused`, `env/ignored_fields`, `env/forks`, `env/generated_tokens` and
     `env/trained_tokens`. Generated tokens that do not train never reached the agent, or belong to a failed attempt that
     was retried.
@@ -50,7 +54,9 @@ class AgentEnv(BaseMDPEnv):
     Args:
         command: starts a process for each episode, see `CommandAgent`.
         env: further variables for the command, which gets none of the trainer's keys.
-        files: texts of files by their paths in the directory in which the command runs, such as an agent's settings.
+        files: texts of files by their paths below HOME, such as an agent's settings.
+        workspace: options of the workspaces in which the command runs, see `WorkspaceAgent`; an empty mapping for the
+            usual ones. Without it, the command runs on this machine.
         agent: a function or "package.module:function", see `FunctionAgent`.
         max_steps: requests of an episode that are answered.
         timeout_s: seconds that an agent may take, including the policy's answers.
@@ -68,6 +74,7 @@ class AgentEnv(BaseMDPEnv):
         command: str | Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         files: Mapping[str, str] | None = None,
+        workspace: Mapping[str, Any] | None = None,
         agent: str | Callable[..., Any] | None = None,
         max_steps: int = 32,
         timeout_s: Positive = 300.0,
@@ -75,7 +82,7 @@ class AgentEnv(BaseMDPEnv):
         unenforced: Sequence[Literal["tool_choice", "response_format"]] = (),
         **kwargs: Any,
     ):
-        self.agent = _agent_of(command, agent, {"env": env, "files": files})
+        self.agent = _agent_of(command, agent, workspace, {"env": env, "files": files})
         super().__init__(*args, **kwargs | {"max_steps": max_steps})
         of_turns = [reward.name for reward in self.reward_functions if reward.per_turn]
         if of_turns:
@@ -83,6 +90,8 @@ class AgentEnv(BaseMDPEnv):
                 f"The reward {of_turns[0]!r} scores each turn, but the records of an agent do not number turns."
             )
         self.timeout_s = timeout_s
+        inside = workspace is not None
+        self._workspace_error = from_extension("workspace_error", "env.workspace") if inside else ()
         self._unenforced = unenforced
         self._processes = processes if command is not None else None
         self._endpoint: AgentEndpoint | None = None
@@ -94,8 +103,17 @@ class AgentEnv(BaseMDPEnv):
     def _dialects(self) -> Dialects:
         return Dialects(self.tokenizer, self.special_tokens, self.template_args, self.vision)
 
+    @classmethod
+    def rewards_for(cls, row: Mapping[str, Any]) -> Sequence[Any]:
+        return ("task",) if "task" in row else cls.default_rewards
+
     def report_to(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
+
+    def close(self) -> None:
+        super().close()
+        if isinstance(self.agent, WorkspaceAgent):
+            self.agent.workspaces.close()
 
     async def _run_episode(self, sample: SampleState, llm: LLM, sampling_params: SamplingParams) -> None:
         async with self._ending(sample, llm):
@@ -106,19 +124,36 @@ class AgentEnv(BaseMDPEnv):
                 session = AgentSession(
                     sample, llm, sampling_params, self._dialects, max_requests=self.max_steps
                 )
-                base_url = endpoint.open(session)
                 try:
-                    outcome = await self._outcome(session, base_url)
+                    await self._play(endpoint, session)
                 except DataError as error:
-                    sample.fail(str(error), "agent/data")
-                    return
-                finally:
-                    await endpoint.close(session)
-            self._conclude(sample, session, outcome)
+                    sample.fail(str(error), "env/task")
+                except self._workspace_error as error:
+                    sample.fail(str(error), "env/workspace")
 
-    async def _outcome(self, session: AgentSession, base_url: str) -> AgentOutcome | None:
-        """Run the agent and return its outcome; None if it had to be stopped. Raises DataError for a faulty row."""
-        running = asyncio.ensure_future(self.agent.run(self._task(session.sample), base_url, session.key))
+    async def _play(self, endpoint: AgentEndpoint, session: AgentSession) -> None:
+        """Play the episode; raises DataError for a faulty row, and the error of a workspace that does not work."""
+        try:
+            base_url, task = endpoint.open(session), self._task(session.sample)
+            if isinstance(self.agent, WorkspaceAgent):
+                agent = self.agent
+                async with (
+                    endpoint.socket(session) as socket,
+                    agent.opened(session.sample, socket) as workspace,
+                ):
+                    await self._conclude(endpoint, session, agent.run_in(workspace, task, session.key))
+                    if session.sample.failure is None:
+                        await agent.grade(session.sample, workspace)
+            else:
+                await self._conclude(endpoint, session, self.agent.run(task, base_url, session.key))
+        finally:
+            await endpoint.close(session)
+
+    async def _outcome(
+        self, session: AgentSession, run: Coroutine[Any, Any, AgentOutcome]
+    ) -> AgentOutcome | None:
+        """Run the agent and return its outcome; None if it had to be stopped."""
+        running = asyncio.ensure_future(run)
         try:
             ends: set[asyncio.Future[Any]] = {running, session.over}
             await asyncio.wait(ends, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -139,8 +174,12 @@ class AgentEnv(BaseMDPEnv):
             "messages": [_told(message) for message in sample.messages],
         }
 
-    def _conclude(self, sample: SampleState, session: AgentSession, outcome: AgentOutcome | None) -> None:
-        """Hand over the records, and set how the episode ended."""
+    async def _conclude(
+        self, endpoint: AgentEndpoint, session: AgentSession, run: Coroutine[Any, Any, AgentOutcome]
+    ) -> None:
+        """Run the agent, hand over the records, and set how the episode ended."""
+        outcome, sample = await self._outcome(session, run), session.sample
+        await endpoint.close(session)
         records = session.history.records
         if records:
             sample.spans[:] = records[0].spans
@@ -208,11 +247,18 @@ def _told(message: ChatMessage) -> dict[str, Any]:
 
 
 def _agent_of(
-    command: str | Sequence[str] | None, agent: str | Callable[..., Any] | None, options: Mapping[str, Any]
+    command: str | Sequence[str] | None,
+    agent: str | Callable[..., Any] | None,
+    workspace: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
 ) -> CommandAgent | FunctionAgent:
     if command is not None and agent is None:
-        return CommandAgent(command, **options)
-    if names := [name for name, value in options.items() if value]:
+        return (
+            CommandAgent(command, **options)
+            if workspace is None
+            else WorkspaceAgent(workspace, command, **options)
+        )
+    if names := [name for name, value in {**options, "workspace": workspace}.items() if value is not None]:
         raise ConfigError(f"env.{names[0]} is only for a command. A function runs in the trainer.")
     if agent is not None and command is None:
         return FunctionAgent(agent)

@@ -55,9 +55,9 @@ class Program(Protocol):
 class CommandAgent:
     """A command that starts an agent in a new directory, its working directory and HOME; exit code 0 is success.
 
-    In the words of the command and in `files`, the texts of files in that directory, `{prompt}` becomes the last message
-    of the user, and `{base_url}` and `{key}` the policy's address. Without a `{prompt}`, the command reads its task as
-    JSON from standard input. What it prints is its output.
+    In the words of the command, in `env` and in `files`, the texts of files in that directory, `{prompt}` becomes the
+    last message of the user, and `{base_url}` and `{key}` the policy's address. Without a `{prompt}`, the command reads
+    its task as JSON from standard input. What it prints is its output.
 
     The variables OPENAI_BASE_URL and OPENAI_API_KEY, and ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, hold the address too.
     Of the trainer's variables it sees only those of `short_environment`, since the policy may read what the agent sees;
@@ -78,7 +78,9 @@ class CommandAgent:
                         f"env.{option}: the value of {name!r} must be a string. Put it in quotes."
                     )
         self.words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-        self._has_prompt = any("{prompt}" in text for text in (*self.words, *self.files.values()))
+        self._has_prompt = any(
+            "{prompt}" in text for text in (*self.words, *self.env.values(), *self.files.values())
+        )
         self._check()
 
     def _check(self) -> None:
@@ -106,7 +108,7 @@ class CommandAgent:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(fill(text), encoding="utf-8")
             process = await self._start(
-                [fill(word) for word in self.words], directory.name, base_url, api_key
+                [fill(word) for word in self.words], directory.name, self._variables(fill, base_url, api_key)
             )
             try:
                 return await self._outcome(process, task)
@@ -139,7 +141,7 @@ class CommandAgent:
         return AgentOutcome(output, crash)
 
     async def _start(
-        self, words: Sequence[str], directory: str, base_url: str, api_key: str
+        self, words: Sequence[str], directory: str, variables: Mapping[str, str]
     ) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -154,15 +156,15 @@ class CommandAgent:
                 "PYTHONPATH": os.pathsep.join(paths),
                 "PYTHONUSERBASE": site.getuserbase(),  # else below HOME
                 "HOME": directory,
-                **self._variables(base_url, api_key),
+                **variables,
             },
             start_new_session=True,  # Ctrl-C in a terminal must reach only the trainer
         )
 
-    def _variables(self, base_url: str, api_key: str) -> dict[str, str]:
+    def _variables(self, fill: Callable[[str], str], base_url: str, api_key: str) -> dict[str, str]:
         no_proxy = ",".join(filter(None, (self.env.get("NO_PROXY", os.environ.get("NO_PROXY")), "127.0.0.1")))
         return {
-            **self.env,
+            **{name: fill(value) for name, value in self.env.items()},
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": api_key,
             "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),

@@ -44,6 +44,7 @@ def play(tokenizer):
         columns=None,
         params=None,
         said=None,
+        env_class=AgentEnv,
         **options,
     ):
         client = client or ScriptedClient(tokenizer, {"": list(turns)})
@@ -53,7 +54,7 @@ def play(tokenizer):
             "ground_truth": "85",
             **(columns or {}),
         }
-        env = AgentEnv([row], tokenizer, [as_reward_function(right)], 1, size, agent=agent, **options)
+        env = env_class([row], tokenizer, [as_reward_function(right)], 1, size, agent=agent, **options)
         env.report_to((said if said is not None else []).append)
         rollout = Rollout(env, client, Renderer(tokenizer), runner, seed=0, max_failed_share=1.0)
         result = rollout.play([0], step=0, sampling_params=params or SamplingParams(max_tokens=300))

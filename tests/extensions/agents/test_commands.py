@@ -11,6 +11,7 @@ from rl4llm.compose.environments import check_env_options
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.agents.env import AgentEnv
+from rl4llm.extensions.agents.runs import CommandAgent
 
 AGENT = """
 import json, os, sys, urllib.request
@@ -71,22 +72,24 @@ print(os.getcwd())
     assert len(set(places)) == 3 and not any(map(os.path.exists, places))
 
 
-def test_files_are_written_with_the_address_and_the_prompt(play, program):
+def test_files_and_variables_have_the_address_and_the_prompt(play, program):
     lines = """
 address = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
 assert open(".settings/my.json").read() == '{"at": "%s", "key": "%s"}' % address
+assert os.environ["AT"] == address[0] + "?key=" + address[1]
 print(open("prompt").read() + sys.stdin.read())
 """
     files = {".settings/my.json": '{"at": "{base_url}", "key": "{key}"}', "prompt": "{prompt}"}
     columns = {"messages": [{"role": "user", "content": PROMPT}]}
-    result, _ = play(command=program(lines), files=files, columns=columns)
+    env = {"AT": "{base_url}?key={key}"}
+    result, _ = play(command=program(lines), files=files, env=env, columns=columns)
     assert printed(result) == [PROMPT.strip()]
 
 
 def test_a_row_without_a_user_message_fails_not_the_run(play, program):
     columns = {"messages": [{"role": "system", "content": "Be brief."}]}
     result, client = play(command=[*program(""), "{prompt}"], columns=columns)
-    assert [failed.failure_class for failed in result.failed] == ["agent/data"] and not client.calls
+    assert [failed.failure_class for failed in result.failed] == ["env/task"] and not client.calls
 
 
 def test_files_beside_the_trainer_are_found(play, program, tmp_path, monkeypatch):
@@ -100,9 +103,10 @@ def test_files_beside_the_trainer_are_found(play, program, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../above", "a/../../b"])
-def test_no_file_is_written_outside_of_the_directory(tokenizer, path):
+def test_no_file_is_written_outside_of_the_directory(path):
+    CommandAgent("true", files={"..a/b..": "x"})
     with pytest.raises(ConfigError):
-        AgentEnv([], tokenizer, [], 1, 1, command="true", files={path: "x"})
+        CommandAgent("true", files={path: "x"})
 
 
 @pytest.mark.parametrize("file", sorted((CONFIGS / "agents").glob("*.yaml")), ids=lambda file: file.stem)
