@@ -76,7 +76,7 @@ def test_directory_variables_and_functions_persist(run):
     assert run(*commands) == [("", 0, ""), ("", 0, ""), ("<a b>\n/tmp", 0, ""), ("lines", 0, "")]
 
 
-def test_standard_error_and_exit_codes_are_told_in_order(run):
+def test_standard_error_and_exit_codes_are_in_order(run):
     first, second = run("echo a; echo b >&2; echo c; (exit 3)", "echo $?")
     assert first == ("a\nb\nc", 3, "") and second == ("0", 0, "")
 
@@ -122,7 +122,7 @@ def test_slow_command_is_stopped_and_a_new_shell_begins(run):
 
 
 @pytest.mark.parametrize("death", ["kill -9 $$", "exec true", "set -e; false", "exit 4"])
-def test_shell_that_died_is_told_and_started_again(death, run):
+def test_shell_that_died_is_started_again(death, run):
     assert run(f"echo before; {death}", "echo after") == [("before", None, "ended"), ("after", 0, "")]
 
 
@@ -237,7 +237,7 @@ def test_exit_or_no_command_ends_the_episode(turns, steps, reason, play):
     assert (trajectory.num_turns, trajectory.stop_reason) == (steps, reason)
 
 
-def test_time_limit_and_dead_shell_are_told(play):
+def test_replies_name_the_time_limit_and_the_dead_shell(play):
     turns = [block("echo a; sleep 60"), block("kill -9 $$"), block("seq 99"), "Done."]
     result, _ = play(turns, calls="block", command_s=1.5, max_reply_chars=40)
     (trajectory,) = result.trajectories
