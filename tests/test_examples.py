@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from forked_python import python
 
+from rl4llm.extensions.tasks.check import check_tasks
+from rl4llm.extensions.tasks.rows import task_rows
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LOOPS = (
     "loop.py",
@@ -67,3 +70,12 @@ def test_sums_are_right_and_held_out_ones_are_never_trained_on(tmp_path):
     assert len({row["question"] for row in train + held_out}) == 610
     for row in train + held_out:
         assert str(eval(row["question"].removesuffix(" = ?"))) == row["answer"]
+
+
+TASKS = sorted(path.parent for path in (EXAMPLES / "tasks").glob("*/task.toml"))
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (scripts/install_sandbox.sh)")
+def test_example_tasks_are_solved_by_their_solutions_alone(sweep):
+    rows = [row for path in (TASKS if sweep else TASKS[::5]) for _, row in task_rows(path)]
+    assert len(TASKS) == 20 and check_tasks(rows, {"image": "host", "count": 4}) == []

@@ -1,0 +1,4 @@
+#!/bin/sh
+# Greets somebody, or the world.
+name = ${1:-world}
+echo 'Hello, $name!'

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit 1
+printf 'red\ngreen\nblue\n' > colours.txt
