@@ -1,13 +1,17 @@
 """The rewards and data of recipes that have their own."""
 
+import asyncio
 import importlib
 import json
+import shutil
 
 import pytest
 from forked_python import python
 
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.recipes.recipe import RECIPES
+from rl4llm.extensions.tasks.grade import Tasks
+from rl4llm.extensions.workspaces import Workspaces
 
 
 @pytest.fixture
@@ -78,3 +82,47 @@ def test_no_held_out_problem_is_trained_on(script, tmp_path):
     asked = {name: {json.dumps(row) for row in found} for name, found in rows.items()}
     assert len(rows["test"]) >= 60 and len(rows["train"]) > len(rows["test"])
     assert len(asked["train"]) == len(rows["train"]) and not asked["train"] & asked["test"]
+
+
+@pytest.fixture(scope="module")
+def shell_tasks(tmp_path_factory):
+    """Return the rows of both splits of the recipe `shell`."""
+    directory = tmp_path_factory.mktemp("shell")
+    done = python(RECIPES / "shell" / "data.py", directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = {split: directory / f"{split}.jsonl" for split in ("train", "test")}
+    return {
+        split: [json.loads(line) for line in file.read_text().splitlines()] for split, file in files.items()
+    }
+
+
+def test_held_out_tasks_in_a_shell_have_other_words(shell_tasks):
+    words = {
+        split: {word for row in rows for text in row["files"].values() for word in text.split()}
+        for split, rows in shell_tasks.items()
+    }
+    assert len(words["train"]) > 20 and not words["train"] & words["test"]
+    names = {split: {name for row in rows for name in row["files"]} for split, rows in shell_tasks.items()}
+    assert not names["train"] & names["test"]
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (scripts/install_sandbox.sh)")
+def test_a_task_in_a_shell_is_solved_by_its_command_alone(shell_tasks):
+    async def rewards(tasks, row):
+        workspace = await tasks.open(row)
+        for name, text in row["files"].items():
+            await workspace.write(f"/work/{name}", text.encode())
+        before = await tasks.grade(row, workspace)
+        await tasks.solve(row, workspace)
+        after = await tasks.grade(row, workspace)
+        await workspace.close()
+        return before.reward, after.reward
+
+    async def all_of(pool, rows):
+        return await asyncio.gather(*(rewards(Tasks(pool), row) for row in rows))
+
+    rows = shell_tasks["test"][:11]  # one of each kind
+    assert len({row["prompt_id"].split("-")[0] for row in rows}) == 11
+    pool = Workspaces(count=4)
+    assert asyncio.run(all_of(pool, rows)) == [(0.0, 1.0)] * 11
+    pool.close()
