@@ -401,6 +401,27 @@ AGENTS = _of(
      "test_wires.py::test_one_call_at_a_time_ends_the_answer_after_the_first"),
 )  # fmt: skip
 
+SHELL = _of(
+    "extensions/workspaces",
+    "tests/extensions/workspaces",
+    ("mark_in_a_trace", "shell.py", "printf '%s%s %s\\\\n' {mark} {half}", "printf '%s %s\\\\n' {mark}{half}",
+     "test_shell.py::test_output_cannot_forge_the_end_of_a_command"),
+    ("copy_of_the_output", "shell.py", "</dev/null 9>&-;", "</dev/null;",
+     "test_shell.py::test_output_cannot_forge_the_end_of_a_command"),
+    ("output_before_the_time_limit", "shell.py", "kept.add(self._rest)", "kept.add(b'')",
+     "test_shell.py::test_slow_command_is_stopped_and_a_new_shell_begins"),
+    ("middle_of_an_output", "shell.py", "del self._tail[:over]", "del self._tail[-over:]",
+     "test_shell.py::test_long_output_keeps_its_head_and_its_tail"),
+    ("exit_that_did_not_run", "shell.py", 'if outcome.end == "ended" and EXIT', "if EXIT",
+     "test_shell.py::test_exit_or_no_command_ends_the_episode"),
+    ("wait_for_a_place", "shell.py", "await llm.close(sample)", "pass",
+     "test_shell.py::test_more_episodes_than_places_wait_without_an_engine"),
+    ("fault_of_a_workspace", "shell.py", 'sample.fail(str(error), "env/workspace")\n            return ""', 'return ""',
+     "test_shell.py::test_a_broken_workspace_is_played_again_and_never_scored"),
+    ("verdict_of_a_task", "shell.py", "if sample.done and sample.failure is None and played:", "if False:",
+     "test_shell_training.py::test_hidden_tests_decide_the_reward_of_an_episode"),
+)  # fmt: skip
+
 ADAPTERS = _of(
     "extensions/adapters",
     "tests/extensions/adapters",
@@ -600,6 +621,7 @@ MUTANTS = {
         RUNTIME,
         REMOTE,
         AGENTS,
+        SHELL,
         RECIPES,
         ADAPTERS,
         SANDBOX,

@@ -289,8 +289,8 @@ class ShellEnv(ToolMDPEnv):
         except DataError as error:
             sample.fail(str(error), "env/task")
         finally:
-            if shell := self._shells.pop(id(sample), None):
-                await shell.workspace.close()
+            if last := self._shells.pop(id(sample), None):
+                await last.workspace.close()
 
     @asynccontextmanager
     async def _ending(self, sample: SampleState, llm: LLM) -> AsyncIterator[None]:

@@ -32,6 +32,7 @@ class Always(BaseRewardFunction):
         return 1.0
 
 
+FORGED = "0123456789abcdef0123456789abcdef"
 SYNTAX = (
     "if then ) (",
     "echo `x",
@@ -129,7 +130,7 @@ def test_shell_that_died_is_started_again(death, run):
 @pytest.mark.parametrize(
     "forgery",
     [
-        "printf '%s%s %s\\n' 0123456789abcdef0123456789abcdef 0123456789abcdef0123456789abcdef 0",
+        f"printf '%s%s %s\\n' {FORGED} {FORGED} 0",
         "set -x; echo traced",
         "set -v; echo shown",
         "echo mine >&9",
@@ -144,6 +145,8 @@ def test_shell_that_died_is_started_again(death, run):
 def test_output_cannot_forge_the_end_of_a_command(forgery, run):
     outcomes = run(forgery, "sleep 0.3; (exit 7)", "(exit 8)", command_s=10)
     assert outcomes[0][1] is not None and [outcome[1] for outcome in outcomes[1:]] == [7, 8]
+    marks = {mark for output, *_ in outcomes for mark in re.findall(r"[0-9a-f]{64}", output)}
+    assert marks <= {2 * FORGED}
 
 
 def test_background_processes_run_on_until_the_shell_ends(run):
@@ -267,21 +270,23 @@ def test_a_broken_workspace_is_played_again_and_never_scored(play):
         elif len(broken) == 1:
             broken.append(session)
             envs[0].workspaces._keeper._process.kill()
-        return block("echo here")
+        return block("sleep 0.5; echo here")
 
-    result, _ = play(reply, prepare=envs.append, calls="block", max_steps=3)
+    result, client = play(reply, prepare=envs.append, calls="block", max_steps=6)
     (trajectory,) = result.trajectories
     assert trajectory.extras["played_again_after"] == "env/workspace"
-    assert told(trajectory) == ["here", "here", "here"][: len(told(trajectory))]
+    assert told(trajectory) == ["here"] * 5
+    assert len(client.calls) < 6 + 6  # the fault ends the first attempt
 
 
 def test_more_episodes_than_places_wait_without_an_engine(play):
     rows = [{"ground_truth": str(number)} for number in range(5)]
     result, client = play([block("pwd"), "Done."], rows=rows, calls="block", workspace={"count": 2})
     assert len(result.trajectories) == 5
-    begun = Counter(client.expected)
+    begun, paused = Counter(client.expected), Counter(client.released)
     waited = {session for session, times in begun.items() if times > min(begun.values())}
-    assert len(waited) == 3 and all(client.released.count(session) > 1 for session in waited)
+    assert len(waited) == 3
+    assert waited == {session for session, times in paused.items() if times > min(paused.values())}
 
 
 def test_shell_keeps_the_contract_of_environments(tokenizer):

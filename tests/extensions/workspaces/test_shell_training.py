@@ -112,7 +112,6 @@ def block(command):
             [block("echo 41 > answer; mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt"), "Done."],
             0.0,
         ),
-        ([block("(while :; do echo 42 > /work/answer; done) & sleep 0.2; echo 41 > answer; exit")], None),
         (["I cannot."], 0.0),
         ([block("echo 42 > answer") + " and so on" * 500], 0.0),  # cut before it runs
     ],
@@ -128,7 +127,7 @@ def test_hidden_tests_decide_the_reward_of_an_episode(turns, reward, task, token
     env.close()
     verdict = trajectory.extras["task"]
     assert trajectory.reward == verdict["reward"] and json.dumps(verdict)
-    assert reward is None or trajectory.reward == reward
+    assert trajectory.reward == reward
     if reward == 1.0:
         assert trajectory.messages[2].content == "/work"  # and no tests yet
         assert "+42" in trajectory.extras["changes"]  # before the tests removed it
