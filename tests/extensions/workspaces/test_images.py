@@ -89,6 +89,7 @@ def test_an_archive_does_not_write_outside(name, play, archive, tmp_path):
     try:
         result = play(sh("cat /hard /door/victim /it"), image=archive(members))
     except ConfigError:
+        assert "link" in name and name != "over a link"  # its target is missing inside
         result = None
     assert [path.name for path in out.iterdir()] == ["victim"] and (out / "victim").read_text() == "mine"
     assert result is None or "mine" not in result.output
