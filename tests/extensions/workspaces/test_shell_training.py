@@ -1,6 +1,7 @@
 """Training in a shell: hidden tests give the reward, and a killed run takes the same steps."""
 
 import json
+import shlex
 import shutil
 import signal
 import sys
@@ -30,11 +31,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def noted(text):
+    """Yield a command that shows a reply and the replies before it, which is the same in every run."""
+    yield ToolCall(
+        "shell", {"command": f"printf '%s\\n' {shlex.quote(text)} >> seen; cksum < seen; cat seen; false"}
+    )
+
+
 class EveryReply(ShellEnv):
-    """Runs every reply as a command, whatever a random model writes, except for background processes."""
+    """Runs a command for every reply, whatever a random model writes."""
 
     continue_truncated = True
-    format = CallFormat(lambda text: iter([ToolCall("shell", {"command": text.replace("&", "")})]))
+    format = CallFormat(noted)
 
 
 class Parity(BaseRewardFunction):
