@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from rl4llm.core.errors import EnvError
-from rl4llm.core.types import ChatMessage, Group, Origin, Relation, TokenSpan, Trajectory, count_turns
+from rl4llm.core.types import ChatMessage, Group, Origin, TokenSpan, Trajectory, count_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +101,6 @@ class SampleState:
     @property
     def last_message(self) -> ChatMessage:
         return self.messages[-1]
-
-    def end_record(self, relation: Relation) -> None:
-        """End the current token record, unless the policy never spoke in it; the next one continues or rewrites it."""
-        special = self.special
-        if turns := count_turns(self.spans):
-            origin = Origin(relation, len(special.forks), turns)
-            forks, origins = (*special.forks, self.spans[:]), (*special.origins, origin)
-            self.special = replace(special, forks=forks, origins=origins)
-        self.spans.clear()
-
-    def order_records(self) -> None:
-        """Put the first token record into the spans, and the others in which the policy spoke into the forks."""
-        records = [list(record) for record in (*self.special.forks, self.spans) if count_turns(record)]
-        self.spans[:], forks = records[0], records[1:]
-        self.special = replace(self.special, forks=forks, origins=self.special.origins[: len(forks)])
 
     def reward_turn(self, reward: float) -> None:
         """Reward the policy's last turn by itself; this adds to the episode's reward, and to what the turn earned before.

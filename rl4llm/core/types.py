@@ -340,14 +340,6 @@ class TrainBatch:
     returns_BT = FilledLater("the `assign` of an algorithm with a critic fills it")
     divergence = FilledLater("the trainer fills it for an algorithm whose `needs` say mismatched=True")
 
-    @property
-    def is_computed_BT(self) -> Tensor:
-        """Which tokens are computed for themselves: all except padding and those that prefix sharing leaves out."""
-        if self.computed_BT is None:
-            return self.segment_ids_BT > 0
-        columns_T = torch.arange(self.computed_BT.shape[1], device=self.computed_BT.device)
-        return self.computed_BT == columns_T
-
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], images: tuple[Image, ...] = ()) -> TrainBatch:
         names = {item.name for item in fields(cls)}

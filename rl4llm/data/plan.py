@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from rl4llm.core.types import TrainBatch
 from rl4llm.data.layouts import LAYOUTS, Lengths
 
 
@@ -84,3 +87,10 @@ def plan_batches(
         tokens=tuple(int((piece.position + piece.length - piece.shared).sum()) for piece in batches),
         sequences=tuple(len(piece.length) for piece in batches),
     )
+
+
+def is_computed(batch: TrainBatch) -> Tensor:
+    """Return which tokens (B, T) are computed: all except padding, and those that prefix sharing leaves out."""
+    if batch.computed_BT is None:
+        return batch.segment_ids_BT > 0
+    return batch.computed_BT == torch.arange(batch.computed_BT.shape[1], device=batch.computed_BT.device)

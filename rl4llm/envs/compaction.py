@@ -15,6 +15,7 @@ from rl4llm.core.message import after_thinking
 from rl4llm.core.sample import SampleState
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, count_turns
 from rl4llm.envs.policy import PolicyLLM
+from rl4llm.envs.records import end_record
 
 REQUEST = (
     "Your context is nearly full. Reply with a summary only: what you know, what you did, and what remains to be done, such "
@@ -79,7 +80,7 @@ class CompactingLLM(PolicyLLM):
             sample.messages.append(ChatMessage("user", f"{SUMMARY}\n\n{summary}"))
             record.opening = [*prompt, _extended(last, sample.last_message.content)]
             record.start = len(sample.messages)
-            sample.end_record("continues")
+            end_record(sample, "continues")
         return completion
 
 

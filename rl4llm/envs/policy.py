@@ -16,6 +16,7 @@ from rl4llm.core.sample import SampleState, messages_of
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, images_of
 from rl4llm.data.render import Renderer
 from rl4llm.data.thoughts import forked
+from rl4llm.envs.records import end_record, order_records
 from rl4llm.runtime.runner import Runner
 from rl4llm.runtime.seeds import derive_seed
 
@@ -84,7 +85,7 @@ class PolicyLLM:
                     sample.fail(str(error), "env/special_tokens")
         for sample in self._samples:
             if sample.special.forks and not self._records[sample.session].kept_by_env:
-                sample.order_records()
+                order_records(sample)
             await self.close(sample)
 
     async def open(self, sample: SampleState) -> None:
@@ -244,7 +245,7 @@ class PolicyLLM:
             span = renderer.context(renderer.first(conversation), conversation)
         fork = forked(renderer, [*sample.token_ids, *span.token_ids], conversation)
         if fork is not None:
-            sample.end_record("rewrites")
+            end_record(sample, "rewrites")
         sample.spans.append(fork or span)
         record.messages = end
 

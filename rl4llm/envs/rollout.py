@@ -237,11 +237,9 @@ class Rollout:
         """Count special tokens in the text of others, compactions, and thoughts that the template would have dropped."""
         context = [message for message in sample.messages if message.role != "assistant"]
         renderer = self._renderer.of_row(sample.columns)
-        special, relations = sample.special, [origin and origin.relation for origin in sample.special.origins]
-        counts = {
-            "special_tokens": renderer.special_tokens(context),
-            "compactions": relations.count("continues"),
-        }
+        special = sample.special
+        compactions = sum(origin is not None and origin.relation == "continues" for origin in special.origins)
+        counts = {"special_tokens": renderer.special_tokens(context), "compactions": compactions}
         if sample.failure is None and not special.own_prompt and not special.forks:
             counts["kept_thoughts"] = kept_thoughts(renderer, sample.spans, sample.messages)
         return {name: count for name, count in counts.items() if count}

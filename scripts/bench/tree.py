@@ -25,6 +25,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.types import TokenSpan, TrainBatch, Trajectory
 from rl4llm.data import layouts
 from rl4llm.data.pack import Batching
+from rl4llm.data.plan import is_computed
 from rl4llm.runtime.cpu import use_fast_linear
 
 SIDES = {"none": ("packed", 0), "prompt": ("shared", 1 << 40), "all": ("shared", layouts.SHORTEST)}
@@ -52,9 +53,7 @@ def main() -> None:
     backend = TorchBackend(model, lr=0.0, autocast="none" if options.dtype == "float32" else options.dtype)
     records = episodes(options.forks, options.turns, *options.lengths, model.config.vocab_size)
     batches = {side: packed(records, *how) for side, how in SIDES.items()}
-    tokens = {
-        side: sum(int(batch.is_computed_BT.sum()) for batch in parts) for side, parts in batches.items()
-    }
+    tokens = {side: sum(int(is_computed(batch).sum()) for batch in parts) for side, parts in batches.items()}
     taken = in_turns(
         {side: partial(update, backend, parts) for side, parts in batches.items()}, options.rounds
     )

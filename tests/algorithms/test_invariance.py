@@ -17,6 +17,7 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TokenSpan
 from rl4llm.data.pack import Batching
+from rl4llm.data.plan import is_computed
 from rl4llm.trainers.prepare import Preparation
 
 
@@ -293,7 +294,7 @@ def test_a_shared_token_trains_in_each_record_as_if_alone(name, options, model, 
                     (lambda batch, numbers_BT, _, loss=loss: loss(batch, numbers_BT)) if of_critic else loss,
                     **passes,
                 )
-                tokens += int(batch.is_computed_BT.sum())
+                tokens += int(is_computed(batch).sum())
             grads |= {
                 (number, key): parameter.grad.clone() for key, parameter in trained.model.named_parameters()
             }

@@ -18,6 +18,7 @@ from rl4llm.core.images import tower_of
 from rl4llm.core.types import TokenSpan, images_of
 from rl4llm.data.layouts import LAYOUTS
 from rl4llm.data.pack import totals_of
+from rl4llm.data.plan import is_computed
 
 TRAINS = [pytest.param(False, id="frozen"), pytest.param(True, id="train")]
 SIZES = [pytest.param(10_000, id="one batch"), pytest.param(40, id="also batches without images")]
@@ -161,7 +162,7 @@ def test_samples_with_another_image_share_what_is_before_it(seen):
     )
     other = replace(trajectories[1], spans=(replace(first, images=places), *trajectories[1].spans[1:]))
     (batch,) = packed([trajectories[1], other], vision)
-    assert batch.is_computed_BT.sum() == 2 * trajectories[1].num_tokens - places[0].offset
+    assert is_computed(batch).sum() == 2 * trajectories[1].num_tokens - places[0].offset
 
 
 def test_each_image_is_computed_once(seen, monkeypatch):

@@ -11,7 +11,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TokenSpan, Trajectory
 from rl4llm.data.layouts import LAYOUTS
 from rl4llm.data.pack import Batching, StepTotals, totals_of
-from rl4llm.data.plan import plan_batches
+from rl4llm.data.plan import is_computed, plan_batches
 
 LAYOUT_NAMES = ["sorted", "packed", "shared"]
 
@@ -64,7 +64,7 @@ def added(*totals):
 
 
 def tokens_in(batch):
-    return int(batch.is_computed_BT.sum())
+    return int(is_computed(batch).sum())
 
 
 def read_back(batch):
@@ -196,11 +196,11 @@ def test_a_token_is_computed_in_the_place_of_the_same_history(seed, shortest):
             yield int(batch.token_ids_BT[0, column])
             column = predecessor(batch, 0, column)
 
-    shared = (~batch.is_computed_BT[0]).nonzero().flatten().tolist()
+    shared = (~is_computed(batch)[0]).nonzero().flatten().tolist()
     assert len(shared) > 20
     for column in shared:
         twin = int(batch.computed_BT[0, column])
-        assert batch.is_computed_BT[0, twin] and twin < column
+        assert is_computed(batch)[0, twin] and twin < column
         assert [*history(column)] == [*history(twin)]
 
 

@@ -37,7 +37,7 @@ from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TrainBatch, Trajectory, images_of
 from rl4llm.data.answers import ANSWER_COLUMNS
-from rl4llm.data.plan import RolloutSize
+from rl4llm.data.plan import RolloutSize, is_computed
 from rl4llm.data.render import Renderer
 
 LOOKED_AT = 256
@@ -203,7 +203,7 @@ def _count_rows(setup: Setup, context_length: int) -> Counts:
         new_tokens=policy,
         updates=batching.updates_per_rollout * batching.passes_per_rollout,
         micro_batches=len(batches),
-        tokens=int(largest.is_computed_BT.sum()),
+        tokens=int(is_computed(largest).sum()),
         padded=largest.token_ids_BT.numel(),
         trains=int(largest.mask_BT.sum()),
         keys=_keys(largest),
@@ -224,6 +224,6 @@ def _images(trajectories: Sequence[Trajectory], batch: TrainBatch) -> dict[str, 
 
 def _keys(batch: TrainBatch) -> int:
     """Return the positions whose keys attention keeps; a shared prefix counts again for each trajectory behind it."""
-    computed_BT = batch.is_computed_BT
+    computed_BT = is_computed(batch)
     starts_BT = computed_BT & ~computed_BT.roll(1, dims=1)
     return int(computed_BT.sum()) + int(batch.position_ids_BT[starts_BT].sum())
