@@ -1,9 +1,10 @@
 """Small tasks for a shell behind worked examples, as train.jsonl and test.jsonl.
 
-    python configs/recipes/shell/data.py DIRECTORY
+    python configs/recipes/shell/data.py DIRECTORY [PLACE]
 
 "Sort the lines of plum.txt into oak.txt." A task begins with three files, the column `files`. Its hidden test and a solution
-are in a directory in Harbor's form, the column `task`. Words and names of the 128 held-out tasks occur in no training task.
+are in a directory in Harbor's form, the column `task`: a path below PLACE, to which DIRECTORY is moved afterwards. Words and
+names of the 128 held-out tasks occur in no training task.
 """
 
 import json
@@ -150,7 +151,7 @@ def text(lines):
     return "".join(f"{line}\n" for line in lines)
 
 
-def rows(directory, split):
+def rows(directory, place, split):
     """Write the tasks of a split, as many of each kind, and return their rows."""
     choose, words = random.Random(f"shell/{split}"), WORDS[split].split()
     rooms = [room(choose, words) for _ in range(ROOMS[split])]
@@ -167,14 +168,14 @@ def rows(directory, split):
             "prompt_id": name,
             "messages": [*worked(), {"role": "user", "content": instruction}],
             "ground_truth": command,
-            "task": str((directory / "tasks" / split / name).resolve()),
+            "task": str(place / "tasks" / split / name),
             "files": {file: text(lines) for file, lines in before.items()},
         }
     return list(found.values())
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1])
+    directory, place = Path(sys.argv[1]), Path(sys.argv[-1]).resolve()
     for part in WORDS:
-        stored = "".join(json.dumps(row) + "\n" for row in rows(directory, part))
+        stored = "".join(json.dumps(row) + "\n" for row in rows(directory, place, part))
         (directory / f"{part}.jsonl").write_text(stored)

@@ -132,7 +132,7 @@ def _prepare(recipe: Recipe, processes: Processes, words: dict[str, Any]) -> int
     data.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=data.parent, prefix=f"{data.name}.tmp-") as scratch:
         whole = Path(scratch) / data.name
-        code = processes.run(command(recipe.data, words | {"data": whole}))
+        code = processes.run(command(recipe.data, words | {"data": whole, "place": data.resolve()}))
         if code == 0 and not data.exists():  # another process may have made them
             whole.rename(data)
     return code

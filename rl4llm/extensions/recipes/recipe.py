@@ -42,7 +42,7 @@ class Recipe:
     path: Path
     title: str
     learns: str
-    data: str = ""  # a stage before the others if {data} does not exist
+    data: str = ""  # a stage before the others if {data} does not exist, of which {place} is the later path
     stages: tuple[str, ...] = (TRAIN,)
     variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"default": ()})
     seeds: tuple[int, ...] = (0,)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import DataError
+from rl4llm.extensions.tasks.task import read_task
 from rl4llm.rewards.pool import RewardFailure
 
 
@@ -35,3 +37,4 @@ class TaskReward(BaseBatchReward):
         """Raise DataError for a row that is not a task."""
         if "task" not in columns:
             raise DataError("the row has no column 'task'. Set data.path to a directory of tasks.")
+        read_task(Path(columns["task"]))
