@@ -100,6 +100,10 @@ ALGORITHMS = _of(
      "for author in [span.author for span in spans]",
      "test_returns.py::test_a_turn_that_two_versions_wrote_counts_once"),
     ("reward_at_the_end_of_turn", "returns.py", "batch.credits_BT * turn_ends(batch)", "batch.credits_BT * 1", ORACLES),
+    ("return_of_later_records", "returns.py", "discount * returns_K[follower]", "0.0",
+     "../envs/test_compaction.py::test_a_turn_earns_what_follows_its_compaction"),
+    ("return_of_a_sub_agent", "returns.py", 'origin.relation != "called"', "True",
+     "test_returns.py::test_turns_before_a_record_earn_what_follows_in_it"),
     ("pair_sign", "sequences.py", "side(1) - side(-1)", "side(-1) - side(1)", GOLDEN),
 )  # fmt: skip
 

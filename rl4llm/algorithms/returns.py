@@ -27,36 +27,46 @@ def played_turns(group: Group) -> Tensor:
 def turn_rewards(group: Group) -> Tensor:
     """Return what each turn earned (G, K), float64, 0 after the last turn.
 
-    The reward of the whole episode is added at its last turn, and at the last turn of every fork of its history.
+    The reward of the whole episode is added at its last turn, and at the last turn of every fork of its history. The last
+    turn of a record also earns what the turns of later records earn that follow it.
     """
-    rewards_GK = torch.zeros_like(played_turns(group), dtype=torch.float64)
-    for row_K, trajectory in zip(rewards_GK, group.trajectories, strict=True):
-        row_K[: len(trajectory.turn_rewards)] = rewards_GK.new_tensor(trajectory.turn_rewards)
-        row_K[[max(end, 1) - 1 for _, end in _record_bounds(trajectory)]] += trajectory.reward - sum(
-            trajectory.turn_rewards
-        )
-    return rewards_GK
+    return _earned(group, 1.0)[0]
 
 
 def turn_returns(group: Group, discount: float) -> Tensor:
     """Return the reward to go at each turn (G, K), discounted per turn; 0 after the last turn.
 
-    In a rewritten history the reward to go counts the turns of the fork alone.
+    In a rewritten history the reward to go counts the turns of the record, and of later ones that follow it.
     """
-    rewards_GK = turn_rewards(group)
-    returns_GK = discounted_sums(rewards_GK, discount)
-    for number, trajectory in enumerate(group.trajectories):
-        for start, end in _record_bounds(trajectory) if trajectory.forks else ():
-            returns_GK[number, start:end] = discounted_sums(
-                rewards_GK[number : number + 1, start:end], discount
-            )[0]
-    return returns_GK
+    return _earned(group, discount)[1]
 
 
-def _record_bounds(trajectory: Trajectory) -> list[tuple[int, int]]:
-    """Return the first turn of each token record, and the one after its last."""
-    ends = list(itertools.accumulate(map(count_turns, trajectory.records)))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+def _earned(group: Group, discount: float) -> tuple[Tensor, Tensor]:
+    """Return the reward of each turn and the reward to go, (G, K) each."""
+    rewards_GK = torch.zeros_like(played_turns(group), dtype=torch.float64)
+    returns_GK = torch.zeros_like(rewards_GK)
+    for row_K, returns_K, trajectory in zip(rewards_GK, returns_GK, group.trajectories, strict=True):
+        row_K[: len(trajectory.turn_rewards)] = rewards_GK.new_tensor(trajectory.turn_rewards)
+        total = trajectory.reward - sum(trajectory.turn_rewards)
+        for start, end, follower in reversed(_records(trajectory)):
+            row_K[max(end, 1) - 1] += total if follower is None else discount * returns_K[follower]
+            returns_K[start:end] = discounted_sums(row_K[None, start:end], discount)[0]
+    return rewards_GK, returns_GK
+
+
+def _records(trajectory: Trajectory) -> list[tuple[int, int, int | None]]:
+    """Return the first turn of each token record, the one after its last, and the one that follows in a later record.
+
+    None follows if the later record is a sub-agent's, begins at an earlier turn, or has no known origin.
+    """
+    turns = list(map(count_turns, trajectory.records))
+    starts = list(itertools.accumulate(turns, initial=0))
+    followers = {
+        origin.record: start
+        for start, origin in zip(starts[1:], trajectory.origins, strict=False)
+        if origin and origin.relation != "called" and 0 < origin.turn == turns[origin.record]
+    }
+    return [(*bounds, followers.get(number)) for number, bounds in enumerate(itertools.pairwise(starts))]
 
 
 def token_rewards(batch: TrainBatch, kl_coef: float = 0.0, estimator: KLEstimator = "k1") -> Tensor:

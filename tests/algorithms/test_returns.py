@@ -1,12 +1,14 @@
 """What turns earn, where the history of an episode was rewritten on the way."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rl4llm.algorithms.gigpo import GiGPO
 from rl4llm.algorithms.grpo import GRPO
 from rl4llm.algorithms.returns import turn_returns, turn_rewards
-from rl4llm.core.types import Group, TokenSpan, Trajectory
+from rl4llm.core.types import Group, Origin, TokenSpan, Trajectory
 from rl4llm.data.pack import Batching
 from rl4llm.runtime.returned import checked_credits
 
@@ -38,6 +40,37 @@ def test_every_record_ends_with_the_return_of_its_episode():
 
 def test_turn_returns_use_the_record_of_the_turn():
     assert numbers(turn_returns(group(), 0.5)) == [[0.5, 1.0, 1.0], [0.25]]
+
+
+@pytest.mark.parametrize(
+    ("relation", "turn", "ends", "returns"),
+    [
+        ("continues", 2, [1.0, 8.0, 8.0], [3.0, 4.0, 8.0]),
+        ("rewrites", 2, [1.0, 8.0, 8.0], [3.0, 4.0, 8.0]),
+        ("rewrites", 1, [1.0, 2.0, 8.0], [2.0, 2.0, 8.0]),  # beside the second turn
+        ("called", 2, [1.0, 2.0, 8.0], [2.0, 2.0, 8.0]),
+        (None, 2, [1.0, 2.0, 8.0], [2.0, 2.0, 8.0]),
+    ],
+)
+def test_turns_before_a_record_earn_what_follows_in_it(relation, turn, ends, returns):
+    origins = (relation and Origin(relation, 0, turn),)
+    first, later = record([1], [2], [3], [4]), record([5], [6])
+    one = Trajectory("p", first, (), {}, 9.0, "done", turn_rewards=(1.0, 0.0, 6.0), forks=(later,))
+    one = Group("p", (replace(one, origins=origins),))
+    assert [turn_rewards(one).tolist(), turn_returns(one, 0.5).tolist()] == [[ends], [returns]]
+
+
+def test_discount_counts_turns_across_records():
+    spans = record([1], [2], [3], [4], [5], [6], [7], [8])
+    whole = Trajectory("p", spans, (), {}, 10.0, "done", turn_rewards=(1.0, 2.0, 0.0, 4.0))
+    parts = (spans[2:4], spans[4:6], spans[6:])
+    origins = tuple(Origin("continues", number, 1) for number in range(3))
+    compacted = replace(whole, spans=spans[:2], forks=parts, origins=origins)
+    group = Group("p", (whole, compacted))
+    for discount in (0.5, 1.0):
+        one, other = turn_returns(group, discount).tolist()
+        assert one == other
+    assert turn_rewards(group)[1].tolist() == turn_returns(group, 1.0)[0].tolist()
 
 
 def test_turns_of_a_fork_are_compared_where_their_states_recur():

@@ -10,12 +10,13 @@ from packed import pack
 from vision_models import vision_directories, vision_of  # noqa: F401 - fixture
 
 from rl4llm import GRPOTrainer, ToolMDPEnv
+from rl4llm.algorithms.returns import discounted_returns, token_rewards, turn_returns, turn_rewards
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import EnvError
 from rl4llm.core.images import Picture
-from rl4llm.core.types import ChatMessage, Origin, SamplingParams, images_of
-from rl4llm.data.pack import totals_of
+from rl4llm.core.types import ChatMessage, Group, Origin, SamplingParams, images_of
+from rl4llm.data.pack import Batching, totals_of
 from rl4llm.data.render import Renderer
 from rl4llm.data.template import decode
 from rl4llm.envs import DebateEnv
@@ -153,6 +154,17 @@ def test_every_sampled_token_trains_once_with_its_credit(tokenizer):
     assert sum(float(batch.weights_BT.sum()) for batch in batches) == pytest.approx(
         1.0
     )  # an episode counts once
+
+
+def test_a_turn_earns_what_follows_its_compaction(tokenizer):
+    (plain,), (one,) = (play(tokenizer, at=at)[1] for at in (None, AT))
+    said = [message.content for message in one.messages if message.role == "assistant"]
+    (whole,), (turns,) = (turn_returns(Group("0", (each,)), 1.0).tolist() for each in (plain, one))
+    assert [earned for earned, text in zip(turns, said, strict=True) if "said" not in text] == whole
+    assert len(one.forks) > 1 and min(turns) == whole[-1] > 0.0
+    (batch,) = Batching().pack([one], turn_rewards(Group("0", (one,))).tolist())
+    returns_BT = discounted_returns(token_rewards(batch), batch, 1.0)
+    assert set(returns_BT[batch.mask_BT].tolist()) == set(turns)
 
 
 def test_summary_is_a_turn_but_not_a_step(tokenizer):

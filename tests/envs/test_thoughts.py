@@ -8,9 +8,10 @@ from packed import pack
 from transformers import AutoTokenizer
 
 from rl4llm import GRPOTrainer
+from rl4llm.algorithms.returns import turn_returns
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, TemplateError
-from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.core.types import ChatMessage, Group, SamplingParams
 from rl4llm.data.pack import totals_of
 from rl4llm.data.render import Renderer
 from rl4llm.data.template import decode
@@ -100,6 +101,12 @@ def test_every_sampled_turn_trains_once_with_its_credit():
     }
     assert trained == {float(turn): f"{REPLIES[turn - 1]}<|im_end|>" for turn in (1, 2, 3, 4)}
     assert sum(float(batch.weights_BT.sum()) for batch in batches) == pytest.approx(1.0)
+
+
+def test_a_turn_earns_what_follows_where_thoughts_are_dropped():
+    groups = [Group("0", play(thinking(), thoughts)[1]) for thoughts in ("keep", "drop")]
+    kept, dropped = (turn_returns(group, 0.5) for group in groups)
+    assert len(groups[1].trajectories[0].forks) == 2 and kept.equal(dropped)
 
 
 def test_draws_differ_in_each_record():
