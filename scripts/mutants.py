@@ -219,6 +219,8 @@ ENVS = _of(
      "test_thoughts.py::test_each_prompt_is_what_a_server_would_render"),
     ("compact_in_time", "compaction.py", ">= self._at", "> self._at",
      "test_compaction.py::test_history_of_exactly_that_many_tokens_is_compacted"),
+    ("compact_measures_the_prompt", "compaction.py", "(fork,) if fork else (*sample.spans, span)", "(*sample.spans, span)",
+     "test_compaction.py::test_length_of_a_history_is_that_of_the_prompt"),
     ("compact_begins_with_the_summary", "compaction.py", "record.start = len(sample.messages)", "pass",
      "test_compaction.py::test_next_record_begins_with_the_prompt_and_the_summary"),
     ("compact_cut_summary", "compaction.py", '"length" and not self._may_cut', '"never"',

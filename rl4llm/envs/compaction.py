@@ -53,12 +53,13 @@ class CompactingLLM(PolicyLLM):
         raise EnvError(OWN_LOOP)
 
     def _is_due(self, sample: SampleState) -> bool:
+        record, end = self._records[sample.session], len(sample.messages)
         try:
             self._record_sampled(sample)
-            new = sample.messages[self._records[sample.session].messages :]
-            if not new or not count_turns(sample.spans):
+            if record.messages == end or not count_turns(sample.spans):
                 return False
-            spans = (*sample.spans, self._following(sample, new))
+            span, fork = self._context(sample, record, end)
+            spans = (fork,) if fork else (*sample.spans, span)
             return sum(len(span.token_ids) for span in spans) >= self._at
         except DataError:  # the turn fails the sample for it
             return False

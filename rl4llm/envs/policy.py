@@ -237,17 +237,21 @@ class PolicyLLM:
 
     def _append_context(self, sample: SampleState, record: _Record, end: int) -> None:
         """Record the tokens of new messages before `end`, and of the generation prompt after them."""
+        span, fork = self._context(sample, record, end)
+        if fork is not None:
+            end_record(sample, "rewrites")
+        sample.spans.append(fork or span)
+        record.messages = end
+
+    def _context(self, sample: SampleState, record: _Record, end: int) -> tuple[TokenSpan, TokenSpan | None]:
+        """Return the tokens of these messages, and the whole prompt if a new record begins there without thoughts."""
         conversation = record.conversation(sample.messages[:end])
         renderer = self._for(sample)
         if sample.spans:
             span = self._following(sample, sample.messages[record.messages : end])
         else:
             span = renderer.context(renderer.first(conversation), conversation)
-        fork = forked(renderer, [*sample.token_ids, *span.token_ids], conversation)
-        if fork is not None:
-            end_record(sample, "rewrites")
-        sample.spans.append(fork or span)
-        record.messages = end
+        return span, forked(renderer, [*sample.token_ids, *span.token_ids], conversation)
 
     def _following(self, sample: SampleState, new: Sequence[ChatMessage]) -> TokenSpan:
         """Return the tokens of new messages after the last turn, and of the generation prompt after them."""

@@ -27,6 +27,7 @@ from rl4llm.rewards import as_reward_function
 from rl4llm.testing import ScriptedClient, check_env
 from rl4llm.tracking.episodes import EpisodeLog
 from tests.data.test_render import ASK, EACH, chatml
+from tests.envs.test_thoughts import thinking
 
 ROWS = [
     {
@@ -82,10 +83,11 @@ def rollout(
     rows=ROWS,
     vision=None,
     context=4096,
+    thoughts="keep",
 ):
     reward = as_reward_function(lambda completions, **columns: [1.0 for _ in completions])
     env = kind(rows, tokenizer, [reward], max_steps=max_steps, group_size=samples)
-    env.compact_at, env.vision = at, vision
+    env.compact_at, env.vision, env.thoughts = at, vision, thoughts
     client = ScriptedClient(tokenizer, script or counting(tokenizer), context_length=context)
     return Rollout(env, client)
 
@@ -190,6 +192,17 @@ def test_history_of_exactly_that_many_tokens_is_compacted(tokenizer):
     third = len(client.calls[2].prompt_ids)
     for at, turns in ((third, 3), (third + 1, 4)):  # the summary is the last turn of the first record
         assert play(tokenizer, at=at)[1][0].origins[0].turn == turns
+
+
+@pytest.mark.parametrize("thoughts", ["keep", "drop"])
+def test_length_of_a_history_is_that_of_the_prompt(thoughts):
+    options = {"kind": Insists, "max_steps": 5, "thoughts": thoughts}
+    options["script"] = {"": ["<think>\nI wonder, and wonder, and wonder.\n</think>\n\nIt is 1"]}
+    client, plain, _ = play(thinking(), at=None, **options)
+    longest = max(len(call.prompt_ids) for call in client.calls)
+    assert play(thinking(), at=longest + 1, **options)[1] == plain
+    (one,) = play(thinking(), at=longest, **options)[1]
+    assert [origin.relation for origin in one.origins].count("continues") == 1
 
 
 @pytest.mark.parametrize("kind", [Counts, type("GoesOn", (Counts,), {"continue_truncated": True})])
