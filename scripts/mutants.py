@@ -523,6 +523,8 @@ COMPOSE = _of(
      f"{RESUMED}[reference]"),
     ("held_out_rows", "data.py", "setup.identity.add_rows(f", "split == 'test' or setup.identity.add_rows(f",
      f"{RESUMED}[held-out]"),
+    ("compaction_beyond_the_context", "data.py", "request + summary - context_length", "summary - context_length",
+     "test_build.py::test_a_run_warns_of_a_compaction_that_the_context_ends"),
     ("modules_of_a_module", "identity.py", "            _read(imported, files)\n", "            pass\n",
      f"{EDITED}[imported]"),
     ("code_that_changed", "../trainers/base_trainer.py", "if was.get(name, now[name]) != now[name]", "if name not in was",

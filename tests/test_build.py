@@ -37,6 +37,7 @@ from rl4llm.core.errors import ConfigError, DataError, EngineError, ModelError, 
 from rl4llm.core.tables import ENGINES
 from rl4llm.core.types import WeightRef
 from rl4llm.envs.chat import ChatEnv
+from rl4llm.envs.compaction import REQUEST
 from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.extensions.evaluate.play import evaluate
@@ -99,6 +100,14 @@ def test_a_run_warns_of_replies_that_no_turn_reads(model_dir, tmp_path, capsys):
     for number, (env, keys, expected) in enumerate(cases):
         trainer(model_dir, tmp_path / f"{number}", env=env, **keys).trainer.close()
         assert capsys.readouterr().out.count("reads no message that Hints.respond returns") == expected
+
+
+def test_a_run_warns_of_a_compaction_that_the_context_ends(model_dir, tokenizer, tmp_path, capsys):
+    room = 320 - SMALL["max_tokens"] - len(tokenizer.encode(REQUEST, add_special_tokens=False))
+    for at, expected in ((None, 0), (room, 0), (room + 1, 1), (5000, 1)):
+        keys = {"env.max_steps": 9, "env.compact_at": at, "inference.context_length": 320}
+        trainer(model_dir, tmp_path / str(at), env=Hints, **keys).trainer.close()
+        assert capsys.readouterr().out.count("env.compact_at=") == expected
 
 
 def test_a_tokenizer_of_another_model_is_refused(model_dir, tokenizer, tmp_path):

@@ -187,6 +187,7 @@ def fit_datasets(
     They count the rows that were left out, and the held-out prompts that are also in the training data.
     """
     config, warnings = setup.config, _unread_replies(env, setup.config, prefix)
+    warnings += _late_compaction(env, setup.config, renderer, context_length, prefix)
     if held_out and config.max_steps:  # an evaluation has no training data
         overlap_warnings = load("rl4llm.data.overlap:overlap_warnings")
         warnings += overlap_warnings(env.dataset, held_out.dataset, f"{prefix}eval")
@@ -206,6 +207,22 @@ def _unread_replies(env: BaseMDPEnv, config: Config, prefix: str) -> list[str]:
     return [
         f"{prefix}env: the policy reads no message that {type(env).__name__}.respond returns: an episode has one turn. "
         "Set env.max_steps to the number of turns; env.max_steps=1 keeps one."
+    ]
+
+
+def _late_compaction(
+    env: BaseMDPEnv, config: Config, renderer: Renderer, context_length: int, prefix: str
+) -> list[str]:
+    """Return a warning if the context may end before a history that is long enough has its summary."""
+    if env.compact_at is None:
+        return []
+    request, summary = len(renderer.encode(load("rl4llm.envs.compaction:REQUEST"))), config.rollout.max_tokens
+    if (beyond := env.compact_at + request + summary - context_length) <= 0:
+        return []
+    return [
+        f"{prefix}env.compact_at={env.compact_at}: a context of {context_length} tokens may end an episode before its "
+        f"summary, which takes {request} tokens for the request and up to rollout.max_tokens={summary}. "
+        f"Lower env.compact_at or rollout.max_tokens by {beyond} or more."
     ]
 
 
