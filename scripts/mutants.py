@@ -225,6 +225,8 @@ ENVS = _of(
      "test_compaction.py::test_next_record_begins_with_the_prompt_and_the_summary"),
     ("compact_cut_summary", "compaction.py", '"length" and not self._may_cut', '"never"',
      "test_compaction.py::test_cut_summary_ends_the_episode_as_a_cut_answer"),
+    ("compact_empty_summary", "compaction.py", "if not summary or (", "if (",
+     "test_compaction.py::test_history_is_not_replaced_by_an_empty_summary"),
     ("compact_keeps_records", "records.py", "(*special.forks, sample.spans[:])", "(sample.spans[:],)",
      "test_compaction.py::test_every_sampled_token_trains_once_with_its_credit"),
     ("compact_origin_turn", "records.py", "Origin(relation, len(special.forks), turns)",

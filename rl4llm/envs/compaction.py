@@ -29,7 +29,7 @@ class CompactingLLM(PolicyLLM):
     """The policy of an environment with `compact_at`.
 
     Before a turn in a record where the policy spoke and that would have `at` tokens, it summarises its history. A summary
-    that is cut at its token limit ends the sample, unless `may_cut`.
+    that is cut at its token limit ends the sample, unless `may_cut`, and so does an empty one.
     """
 
     def __init__(self, *args: Any, at: int, may_cut: bool, **how: Any):
@@ -70,14 +70,14 @@ class CompactingLLM(PolicyLLM):
         new = sample.messages[record.messages :]
         sample.messages[record.messages :] = _with_request(new, lambda asked: self._following(sample, asked))
         completion = await super().reply(sample, sampling_params)
-        if completion.finish_reason == "length" and not self._may_cut:
+        summary = after_thinking(sample.last_message.content).strip()
+        if not summary or (completion.finish_reason == "length" and not self._may_cut):
             sample.finish("length")
         if not sample.done:
             answers = range(sample.init_msg_size, len(sample.messages))
             *prompt, last = sample.messages[
                 : next(i for i in answers if sample.messages[i].role == "assistant")
             ]
-            summary = after_thinking(sample.last_message.content).strip()
             sample.messages.append(ChatMessage("user", f"{SUMMARY}\n\n{summary}"))
             record.opening = [*prompt, _extended(last, sample.last_message.content)]
             record.start = len(sample.messages)

@@ -214,6 +214,14 @@ def test_cut_summary_ends_the_episode_as_a_cut_answer(tokenizer, kind):
     assert bool(one.forks) is (kind is not Counts)
 
 
+@pytest.mark.parametrize("summary", ["<think>It never " + "ever " * 400, "<think>Hm.</think>\n"])
+def test_history_is_not_replaced_by_an_empty_summary(tokenizer, summary):
+    going_on = type("GoesOn", (Counts,), {"continue_truncated": True})
+    client, (one,), failed = play(tokenizer, going_on, script=counting(tokenizer, summary))
+    assert not failed and (one.stop_reason, one.forks) == ("length", ())
+    assert one.num_turns == len(client.calls) and one.messages[-1].content.startswith(summary.strip()[:10])
+
+
 def test_summary_without_room_ends_the_episode_at_the_context(tokenizer):
     client, (one,), _ = play(tokenizer, context=AT + 20)
     assert one.stop_reason == "context" and one.forks == ()
