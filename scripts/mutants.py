@@ -381,9 +381,9 @@ REMOTE = _of(
 AGENTS = _of(
     "",
     "tests/extensions/agents",
-    ("compact_by_an_agent", "extensions/agents/origins.py", "if begin < len(entry.messages) and _repeats", "if _repeats",
+    ("compact_by_an_agent", "extensions/agents/origins.py", "if common[entry.record] < len(entry.messages)", "if True",
      "test_origins.py::test_other_history_that_begins_alike_is_rewritten"),
-    ("compact_tool_text", "extensions/agents/origins.py", 'if message.role != "tool")', ")",
+    ("compact_tool_text", "extensions/agents/origins.py", ' * (message.role != "tool")', "",
      "test_origins.py::test_other_history_that_begins_alike_is_rewritten"),
     ("compact_or_sub_agent", "extensions/agents/origins.py", "if entry.waits and not _same_task",
      "if entry.waits and _same_task", "test_origins.py::test_conversation_during_a_call_was_called_by_it"),

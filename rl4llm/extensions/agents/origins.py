@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -26,25 +26,28 @@ def source_of(messages: Sequence[ChatMessage], answers: Sequence[Entry]) -> Sour
     continues an answer whose text it repeats after what both have in common. Else it rewrites the conversation that begins
     most like it.
     """
-    latest, text = answers[-LATEST:][::-1], _text(messages)
-    waiting = [entry for entry in latest if entry.waits and not _same_task(entry.messages, messages)]
-    for entry in waiting:
-        if any(_repeats(text, written) for written in _arguments(entry.messages[-1])):
+    latest = answers[-LATEST:][::-1]
+    records = dict.fromkeys(entry.record for entry in answers)
+    common = {record: _common(record.messages, messages) for record in records}
+    waiting = [entry for entry in latest if entry.waits and not _same_task(messages[: common[entry.record]])]
+    called = [(entry, _lines(text)) for entry in waiting for text in _arguments(entry.messages[-1])]
+    apart = [entry for entry in latest if common[entry.record] < len(entry.messages)]
+    said = [(entry, _lines(entry.messages[-1].content)) for entry in apart]
+    last = _last(messages, (line for _, lines in called + said for line in lines))
+    for entry, lines in called:
+        if _repeats(last, lines):
             return "called", entry.record, entry.turn
-    for entry in latest:
-        begin = _common(entry.messages, messages)
-        if begin < len(entry.messages) and _repeats(_text(messages[begin:]), entry.messages[-1].content):
+    for entry, lines in said:
+        if _repeats(last, lines, common[entry.record]):
             return "continues", entry.record, entry.turn
     if waiting:
         return "called", waiting[0].record, waiting[0].turn
-    alike = max(answers, key=lambda entry: _common(entry.messages, messages), default=None)
-    if alike is None or not (common := _common(alike.messages, messages)):
-        return None
-    return "rewrites", alike.record, alike.record.turns(common)
+    alike = max(common, key=common.__getitem__, default=None)
+    return ("rewrites", alike, alike.turns(common[alike])) if alike and common[alike] else None
 
 
-def _same_task(one: Sequence[ChatMessage], other: Sequence[ChatMessage]) -> bool:
-    return any(message.role == "user" for message in one[: _common(one, other)])
+def _same_task(common: Sequence[ChatMessage]) -> bool:
+    return any(message.role == "user" for message in common)
 
 
 def _common(one: Sequence[ChatMessage], other: Sequence[ChatMessage]) -> int:
@@ -52,16 +55,34 @@ def _common(one: Sequence[ChatMessage], other: Sequence[ChatMessage]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _text(messages: Sequence[ChatMessage]) -> str:
-    """Return what messages say, except what tools returned, which may be what the policy wrote with a tool."""
-    return "\n".join(message.content for message in messages if message.role != "tool")
+def _lines(written: str) -> list[str]:
+    """Return the lines of what the policy wrote that are not too short."""
+    lines = (line.strip() for line in after_thinking(written).splitlines())
+    return [line for line in lines if len(line) >= LINE]
 
 
-def _repeats(text: str, written: str) -> bool:
-    """Return whether a text has, word for word, a good part of what the policy wrote."""
-    lines = [line.strip() for line in after_thinking(written).splitlines()]
-    lines = [line for line in lines if len(line) >= LINE]
-    repeated = sum(len(line) for line in lines if line in text)
+def _pieces(line: str) -> list[str]:
+    """Return a line in pieces of LINE characters; the last may overlap the one before."""
+    return [line[at : at + LINE] for at in (*range(0, len(line) - LINE, LINE), len(line) - LINE)]
+
+
+def _last(messages: Sequence[ChatMessage], lines: Iterable[str]) -> dict[str, int]:
+    """Return the number of the last message that has each piece of the lines.
+
+    It takes one pass: a search for each line in a long prompt takes seconds, in which no other agent is answered. What
+    tools returned does not count, since it may be what the policy wrote with a tool.
+    """
+    pieces, last = {piece for line in lines for piece in _pieces(line)}, dict[str, int]()
+    for number, text in enumerate(message.content * (message.role != "tool") for message in messages):
+        windows = (text[at : at + LINE] for at in range(len(text) - LINE + 1 if pieces else 0))
+        last |= dict.fromkeys(pieces.intersection(windows), number)
+    return last
+
+
+def _repeats(last: Mapping[str, int], lines: Sequence[str], begin: int = 0) -> bool:
+    """Return whether the messages from `begin` have, word for word, a good part of the lines."""
+    whole = [line for line in lines if all(last.get(piece, -1) >= begin for piece in _pieces(line))]
+    repeated = sum(map(len, whole))
     return repeated > 0 and repeated >= SHARE * sum(map(len, lines))
 
 

@@ -1,13 +1,15 @@
 """Where a conversation of an agent comes from: compacted, rewritten, or begun by a call of another one."""
 
 import json
+import time
 
 import pytest
 from later import later
 
 from rl4llm.core.types import ChatMessage, Completion, Origin
 from rl4llm.data.render import Renderer
-from rl4llm.extensions.agents.history import History
+from rl4llm.extensions.agents.history import Entry, History, Transcript
+from rl4llm.extensions.agents.origins import source_of
 from rl4llm.tracking.episodes import EpisodeLog
 
 SYSTEM, QUESTION, RESULT = (
@@ -122,6 +124,21 @@ def test_origin_in_an_answer_that_was_taken_back_is_unknown(talk):
     assert talk.origins() == [None, Origin("continues", 0, 1)]
     talk.history.take_back(lost)
     assert talk.origins() == [None]
+
+
+def test_origin_in_a_long_prompt_costs_one_pass():
+    lines = [f"Line {number} of the work before." for number in range(45_000)]
+    prompt, answers = [asked("\n".join(lines[32_000:]))], []
+    for one in range(32):
+        messages = (asked(f"Part {one}?"), said("\n".join(lines[one * 1000 : one * 1000 + 1000])))
+        answers.append(Entry(Transcript("[]", messages=[*messages]), messages, (0, 0)))
+    text = prompt[0].content
+    start = time.thread_time()
+    assert "" not in {text[at : at + 16] for at in range(len(text))}
+    one_pass = time.thread_time() - start
+    start = time.thread_time()
+    assert source_of(prompt, answers) is None
+    assert time.thread_time() - start < 8 * one_pass
 
 
 async def compacts(task, base_url, api_key):
