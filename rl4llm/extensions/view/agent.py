@@ -30,6 +30,7 @@ def conversations(episode: Mapping[str, Any], texts: TokenTexts | None = None) -
     if not isinstance(forks, list) or not forks:
         return []
     origins = [None, *(origins if isinstance(origins, list) else ()), *[None] * len(forks)]
+    texts = texts if texts and texts.loaded() else None  # looked for once, not for each turn
     rows = []
     for number, record in enumerate((episode.get("spans"), *forks)):
         parts = [*_parts(dicts_in(record), texts)]

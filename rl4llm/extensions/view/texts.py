@@ -26,16 +26,17 @@ class TokenTexts:
     def of(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return the text of each of these ids that the tokenizer knows."""
         tokens = {token for token in token_ids if isinstance(token, int)}
-        if self._loaded() is not None:
+        if self.loaded() is not None:
             self._pieces |= {token: self._piece(token) for token in tokens - self._pieces.keys()}
         return {token: piece for token in tokens if (piece := self._pieces.get(token)) is not None}
 
     def joined(self, token_ids: Iterable[int]) -> str:
         """Return the text of these tokens together, "" without a tokenizer."""
         ids = [token for token in token_ids if isinstance(token, int) and 0 <= token < 2**32]
-        return str(tokenizer.decode(ids, skip_special_tokens=False)) if (tokenizer := self._loaded()) else ""
+        return str(tokenizer.decode(ids, skip_special_tokens=False)) if (tokenizer := self.loaded()) else ""
 
-    def _loaded(self) -> Any:
+    def loaded(self) -> Any:
+        """Return the tokenizer; each call looks again for one that is missing, since a run may save its model later."""
         self._tokenizer = self._tokenizer or self._load()
         return self._tokenizer
 

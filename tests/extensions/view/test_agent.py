@@ -11,6 +11,7 @@ from rl4llm.core.types import Group, Origin, TokenSpan
 from rl4llm.extensions.view.agent import changed_files, conversations, in_lines
 from rl4llm.extensions.view.export import export
 from rl4llm.extensions.view.run import find_runs
+from rl4llm.extensions.view.texts import TokenTexts
 from rl4llm.tracking.episodes import EpisodeLog
 
 DIFF = """\
@@ -73,6 +74,14 @@ def test_conversations_name_where_each_comes_from(tokenizer, tmp_path):
     assert [item["turns"] for item in rows] == [2, 2, 1, 1]
     assert [bool(item["how"]) for item in rows] == [False, True, True, False]
     assert conversations({**row, "forks": []}) == []
+
+
+def test_tokenizer_that_is_missing_is_looked_for_once(tmp_path):
+    looked = []
+    texts = TokenTexts(tmp_path, lambda: looked.append("config.yaml"))
+    turns = [{"author": author, "token_ids": [1]} for author in ("user", "policy") * 32]
+    rows = conversations({"spans": turns, "forks": [turns] * 7}, texts)
+    assert [row["turns"] for row in rows] == [32] * 8 and len(looked) == 1
 
 
 @pytest.mark.parametrize("origins", [
