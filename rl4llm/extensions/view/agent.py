@@ -14,6 +14,8 @@ from rl4llm.extensions.view.index import token_ids_of
 from rl4llm.extensions.view.texts import TokenTexts
 from rl4llm.extensions.view.words import dicts_in
 
+MOST = 20  # failed tests and files as text
+LONGEST = 200  # characters of a name
 HUNK = re.compile(r"@@ -\d+(?:,(\d{1,9}))? \+\d+(?:,(\d{1,9}))? @@")
 KINDS = {"+": "added", "-": "removed", "\\": "head"}
 RELATIONS = {
@@ -63,17 +65,28 @@ def changed_files(diff: Any) -> list[dict[str, Any]]:
 
 
 def in_lines(episode: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each conversation, for the tests, and for each changed file."""
+    """Yield a line for each conversation, for the tests, and for each of the first changed files."""
     for number, row in enumerate(conversations(episode), 1):
         yield f"conversation {number}{row['how'] and ' '}{row['how']}: {row['turns']} turn{'s' * (row['turns'] != 1)}"
     extras = episode.get("extras")
     task, diff = (extras.get(name) if isinstance(extras, dict) else None for name in ("task", "changes"))
     tests = task.get("tests") if isinstance(task, dict) else None
     if isinstance(tests, dict):
-        failed = [name for name, passed in tests.items() if passed is not True]
-        yield f"tests: {len(tests) - len(failed)} of {len(tests)} passed{'; failed: ' * bool(failed)}{', '.join(failed)}"
-    for file in changed_files(diff):
-        yield f"changed {file['name']}: +{file['added']} -{file['removed']}"
+        failed = [_short(name) for name, passed in tests.items() if passed is not True]
+        names = ", ".join(_first(failed))
+        yield f"tests: {len(tests) - len(failed)} of {len(tests)} passed{'; failed: ' * bool(failed)}{names}"
+    files = changed_files(diff)
+    yield from _first([f"changed {_short(one['name'])}: +{one['added']} -{one['removed']}" for one in files])
+
+
+def _first(texts: Sequence[str]) -> list[str]:
+    """Return the first texts, and how many more there are."""
+    return [*texts[:MOST], *[f"and {len(texts) - MOST:,} more"] * (len(texts) > MOST)]
+
+
+def _short(name: str) -> str:
+    """Return the beginning of a name, in one line."""
+    return " ".join(name[:LONGEST].split()) + "…" * (len(name) > LONGEST)
 
 
 def _source(origin: Any, number: int) -> dict[str, Any]:

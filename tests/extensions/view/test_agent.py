@@ -154,6 +154,51 @@ def test_extras_of_any_form_break_neither_page_nor_text(browser, tokenizer, tmp_
     assert browser.value("typeof window.hacked") == "undefined"
 
 
+def opened(browser, url):
+    """The page of the agent's episode, drawn to its end; the names in its last table."""
+    browser.open(url)
+    browser.value("location.hash = '#/episode/0/step-000002.jsonl/0'")
+    browser.until("document.querySelector('.tokens')")
+    return browser.value("[...document.querySelectorAll('.config th')].map((e) => e.innerText)")
+
+
+MANY = 140_000
+NAME = "x" * 10_000
+MANY_FILES = "".join(f"--- a/{NAME * (i < 3)}{i}\n+++ /dev/null\n@@ -1 +0,0 @@\n-gone\n" for i in range(MANY))
+
+
+def test_many_files_and_tests_hide_no_episode(browser, tokenizer, tmp_path, serve):
+    tests = {f"{NAME * (i < 3)}test {i}": i % 2 == 0 for i in range(MANY)}
+    run = write_agents_run(tmp_path, tokenizer, task={"tests": tests, "reward": 0}, changes=MANY_FILES)
+    names = opened(browser, serve(run))
+    assert len([name for name in names if name.startswith("test ")]) == 200 - 3
+    assert max(map(len, names)) < 1000
+    assert browser.value("document.querySelectorAll('.diff').length") == 200
+    assert browser.value("document.querySelectorAll('*').length") < 10_000
+    assert browser.value("document.body.innerText.includes('70000 of 140000 passed')")
+    browser.value("document.querySelector('section:has(.diff) > .more').click()")
+    browser.value("document.querySelector('.config > .more').click()")
+    assert browser.value("document.querySelectorAll('.diff').length") == 400
+    assert browser.value("document.querySelectorAll('.config:has(> .more) tr').length") == 400
+
+
+def test_lines_of_a_closed_file_are_made_when_it_opens(browser, tokenizer, tmp_path, serve):
+    run = write_agents_run(tmp_path, tokenizer, changes=DIFF * 10)
+    opened(browser, serve(run))
+    lines = "[...document.querySelectorAll('.diff')].map((e) => e.childElementCount > 0)"
+    assert browser.value(lines) == [True] * 20 + [False] * 10
+    browser.value("document.querySelectorAll('section:has(.diff) > details')[25].open = true")
+    browser.until(f"({lines})[25]")
+    assert browser.value(lines) == [True] * 20 + [False] * 5 + [True] + [False] * 4
+
+
+def test_terminal_shows_only_some_files_and_tests():
+    tests = {f"{NAME * (i < 3)}\n{i}": False for i in range(MANY)}
+    lines = [*in_lines({"extras": {"task": {"tests": tests}, "changes": MANY_FILES}})]
+    assert len(lines) < 100 and max(map(len, lines)) < 10_000 and "\n" not in "".join(lines)
+    assert lines[0].startswith("tests: 0 of 140000 passed")
+
+
 def test_agents_run_is_shown_as_text(tokenizer, tmp_path):
     text = printed(write_agents_run(tmp_path, tokenizer))
     assert "\nconversation 2 continues conversation 1 after turn 2, compacted: 2 turns\n" in text

@@ -1,10 +1,13 @@
 // What an agent did: its conversations as a tree, the files that it changed, and what the tests found.
 
-import { asText, h, longText, number, replace } from "./dom.js";
+import { addSome, asText, h, longText, number, replace } from "./dom.js";
 import { folded } from "./message.js";
 
 const SHORT = 400; // characters of context that are not folded
-const LINES = 1000; // of a diff that are shown at once
+const LINES = 1000; // of a file's diff that are shown at once
+const LINE = 1000; // characters of a line
+const MOST = 200; // files and tests that are shown at once
+const NAME = 200; // characters of their names
 const MOST_OPEN = 20; // files of a diff that are open from the start
 
 export function tree(records) {
@@ -32,30 +35,27 @@ function part({ author, text, tokens }) {
 export function verdict(task) {
   if (!task || typeof task !== "object") return null;
   const tests = Object.entries(task.tests ?? {});
-  const rows = tests.map(([name, passed]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, passed === true ? "passed" : h("span", { class: "badge bad" }, "failed"))));
+  const row = ([name, passed]) => h("tr", {}, h("th", { scope: "row" }, longText(name, NAME)), h("td", {}, passed === true ? "passed" : h("span", { class: "badge bad" }, "failed")));
   const passed = tests.filter(([, one]) => one === true).length;
   return h(
     "section",
     {},
-    h("h2", {}, "Tests ", h("span", { class: "quiet" }, tests.length ? `${passed} of ${tests.length} passed, ` : "", `reward ${number(asText(task.reward ?? ""))}`)),
-    tests.length ? h("table", { class: "config" }, rows) : null,
+    h("h2", {}, "Tests ", h("span", { class: "quiet" }, tests.length ? `${passed} of ${tests.length} passed, ` : "", "reward ", longText(number(asText(task.reward ?? "")), NAME))),
+    tests.length ? addSome(h("table", { class: "config" }), tests, MOST, row, "tests") : null,
     task.output ? h("div", { class: "output" }, longText(asText(task.output))) : null,
   );
 }
 
 export function changes(files) {
   if (!files?.length) return null;
-  const sections = files.map((file, i) => h("details", { open: i < MOST_OPEN }, h("summary", {}, h("code", {}, file.name || "?"), h("span", { class: "quiet" }, ` +${file.added} −${file.removed}`)), diff(file.lines)));
-  return h("section", {}, h("h2", {}, "Changed files ", h("span", { class: "quiet" }, number(files.length))), sections);
+  return addSome(h("section", {}, h("h2", {}, "Changed files ", h("span", { class: "quiet" }, number(files.length)))), files, MOST, changed, "files");
 }
 
-function diff(lines) {
+// A changed file; its lines are made when it is opened.
+function changed({ name, added, removed, lines }, i) {
   const box = h("div", { class: "diff" });
-  const more = (from) => {
-    box.append(...lines.slice(from, from + LINES).map(([kind, text]) => h("div", { class: kind }, longText(text || " "))));
-    const rest = lines.length - from - LINES;
-    if (rest > 0) box.append(h("button", { type: "button", class: "more", onclick: ({ target }) => (target.remove(), more(from + LINES)) }, `${number(rest)} more lines`));
-  };
-  more(0);
-  return box;
+  const line = ([kind, text]) => h("div", { class: kind }, longText(text || " ", LINE));
+  const open = () => box.childElementCount || addSome(box, lines, LINES, line, "lines");
+  if (i < MOST_OPEN) open();
+  return h("details", { open: i < MOST_OPEN, ontoggle: open }, h("summary", {}, h("code", {}, longText(name || "?", NAME)), h("span", { class: "quiet" }, ` +${added} −${removed}`)), box);
 }

@@ -11,16 +11,26 @@ export function h(tag, attributes = {}, ...children) {
     else if (name === "style") Object.entries(value).forEach(([key, item]) => element.style.setProperty(key, item));
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...nodes(children));
+  add(element, children);
   return element;
 }
 
 export function replace(parent, ...children) {
-  parent.replaceChildren(...nodes(children));
+  parent.replaceChildren();
+  add(parent, children);
 }
 
-function nodes(children) {
-  return children.flat(3).filter((child) => child !== null && child !== undefined && child !== false).map((child) => (typeof child === "string" ? visible(child) : child));
+// One by one: a call with 100,000 arguments is a RangeError.
+function add(parent, children) {
+  for (const child of children.flat(3)) if (child !== null && child !== undefined && child !== false) parent.append(typeof child === "string" ? visible(child) : child);
+}
+
+// Append the first items to an element, and a button for the next, so that 100,000 items do not block the browser.
+export function addSome(parent, items, most, make, noun, from = 0) {
+  add(parent, [items.slice(from, from + most).map((item, i) => make(item, from + i))]);
+  const rest = items.length - from - most;
+  if (rest > 0) parent.append(h("button", { type: "button", class: "more", onclick: ({ target }) => (target.remove(), addSome(parent, items, most, make, noun, from + most)) }, `${rest.toLocaleString("en")} more ${noun}`));
+  return parent;
 }
 
 // Characters that change the text direction are shown as escapes, so that they reorder nothing.
