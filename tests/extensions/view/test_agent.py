@@ -199,6 +199,19 @@ def test_terminal_shows_only_some_files_and_tests():
     assert lines[0].startswith("tests: 0 of 140000 passed")
 
 
+@pytest.mark.parametrize(("extras", "rest"), [
+    ({"task": "sort the list", "changes": {"a": 1}}, {"task": "sort the list", "changes": '{"a":1}'}),
+    ({"task": {"name": "sort"}, "changes": 0}, {"task": '{"name":"sort"}', "changes": "0"}),
+    ({"task": {**TASK, "seed": 3}, "changes": DIFF}, {"task": '{"seed":3}'}),
+    ({"task": {"reward": 1, "tests": ["a"]}, "changes": ["b"]}, {"task": '{"tests":["a"]}', "changes": '["b"]'}),
+])  # fmt: skip
+def test_extras_that_are_not_drawn_are_listed(browser, tokenizer, tmp_path, serve, extras, rest):
+    opened(browser, serve(write_agents_run(tmp_path, tokenizer, **extras)))
+    rows = "[...document.querySelectorAll('.config tr')].map((row) => [...row.cells].map((e) => e.innerText))"
+    listed = {name: value for name, value in browser.value(rows) if name.startswith("extras.")}
+    assert listed == {f"extras.{name}": value for name, value in rest.items()}
+
+
 def test_agents_run_is_shown_as_text(tokenizer, tmp_path):
     text = printed(write_agents_run(tmp_path, tokenizer))
     assert "\nconversation 2 continues conversation 1 after turn 2, compacted: 2 turns\n" in text

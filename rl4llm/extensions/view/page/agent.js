@@ -32,9 +32,14 @@ function part({ author, text, tokens }) {
   return h("li", { class: `message ${author === "policy" ? "assistant" : "other"}` }, h("div", { class: "role" }, author), content);
 }
 
+const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+const isDrawn = ([name, value]) => name === "reward" || name === "output" || (name === "tests" && isObject(value)); // of a task
+const isVerdict = (task) => isObject(task) && Object.entries(task).some(isDrawn);
+
 export function verdict(task) {
-  if (!task || typeof task !== "object") return null;
-  const tests = Object.entries(task.tests ?? {});
+  if (!isVerdict(task)) return null;
+  const output = asText(task.output ?? "");
+  const tests = isObject(task.tests) ? Object.entries(task.tests) : [];
   const row = ([name, passed]) => h("tr", {}, h("th", { scope: "row" }, longText(name, NAME)), h("td", {}, passed === true ? "passed" : h("span", { class: "badge bad" }, "failed")));
   const passed = tests.filter(([, one]) => one === true).length;
   return h(
@@ -42,7 +47,7 @@ export function verdict(task) {
     {},
     h("h2", {}, "Tests ", h("span", { class: "quiet" }, tests.length ? `${passed} of ${tests.length} passed, ` : "", "reward ", longText(number(asText(task.reward ?? "")), NAME))),
     tests.length ? addSome(h("table", { class: "config" }), tests, MOST, row, "tests") : null,
-    task.output ? h("div", { class: "output" }, longText(asText(task.output))) : null,
+    output ? h("div", { class: "output" }, longText(output)) : null,
   );
 }
 
@@ -58,4 +63,13 @@ function changed({ name, added, removed, lines }, i) {
   const open = () => box.childElementCount || addSome(box, lines, LINES, line, "lines");
   if (i < MOST_OPEN) open();
   return h("details", { open: i < MOST_OPEN, ontoggle: open }, h("summary", {}, h("code", {}, longText(name || "?", NAME)), h("span", { class: "quiet" }, ` +${added} −${removed}`)), box);
+}
+
+// The extras of an episode that are not drawn here: other environments have their own `task` and `changes`.
+export function undrawn({ task, changes: diff, ...extras }) {
+  const rest = isVerdict(task) ? Object.entries(task).filter((entry) => !isDrawn(entry)) : null;
+  if (rest?.length) extras.task = Object.fromEntries(rest);
+  else if (!rest && task !== undefined) extras.task = task;
+  if (diff !== undefined && typeof diff !== "string") extras.changes = diff;
+  return extras;
 }

@@ -1,6 +1,6 @@
 // One episode: its messages, next to the other samples of its prompt, and all values of each token.
 
-import { changes, tree, verdict } from "./agent.js";
+import { changes, tree, undrawn, verdict } from "./agent.js";
 import { asText, h, longText, number, replace, signed } from "./dom.js";
 import { conversation } from "./message.js";
 
@@ -205,7 +205,7 @@ export function episodeView(app) {
   }
 
   function extra(episode) {
-    const { task, changes: diff, ...extras } = episode.extras ?? {};
+    const extras = undrawn(episode.extras ?? {});
     const rest = Object.entries({ ...episode, extras }).filter(([name]) => !SHOWN.has(name) && !(name === "extras" && !Object.keys(extras).length));
     if (!rest.length) return null;
     return h("section", {}, h("h2", {}, "More that was noted"), h("table", { class: "config" }, rest.flatMap(([name, value]) => (name === "extras" ? Object.entries(value).map(([key, item]) => [`extras.${key}`, item]) : [[name, value]])).map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, longText(asText(value), 3000))))));
