@@ -207,6 +207,42 @@ def test_a_reference_has_the_value_of_any_layer(tmp_path):
         load_config(tmp_path / "c.yaml", [*keys, "eval.limit=${training.warmup}"])
 
 
+@pytest.mark.parametrize(
+    "text", ["echo ${seed}", r"\${seed} \n", r"a \\${data.path}\\", "~/x", "/a/$HOME", "no"]
+)
+@pytest.mark.parametrize("key", ["data.system_prompt", "data.path", "env.cache", "rollout.stop.0"])
+def test_a_resolved_value_is_not_resolved_again(key, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEXT", text)
+    keys = ["rollout.stop=['#']", "parts.a.eval.limit=3", "parts.b.data.answer_column=${oc.env:TEXT}"]
+    config = load_config(overrides=[*NEEDED, *keys, f"{key}=${{oc.env:TEXT}}"])
+    (tmp_path / "config.yaml").write_text(config.to_yaml(elsewhere=True))
+    back = load_config(tmp_path / "config.yaml")
+    assert back == config and back.environments == config.environments
+    assert config.environments["b"].data.answer_column == text
+    part = config.environments["a"]
+    assert (part.rollout, part.env, part.data) == (config.rollout, config.env, config.data)
+
+
+def test_an_escaped_reference_is_literal_wherever_it_is_read(tmp_path):
+    config = load_config(overrides=[*NEEDED, r"data.system_prompt=Say \${seed}", "parts.a.data.limit=3"])
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    read = [config, config.environments["a"], load_config(tmp_path / "config.yaml")]
+    assert [item.data.system_prompt for item in read] == ["Say ${seed}"] * 3
+    assert config.stored()["data"]["system_prompt"] == "Say ${seed}"
+
+
+def test_a_part_is_read_by_the_types_of_its_keys(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for keys in (
+        {"data.path": "~/d", "rollout.top_p": 1},
+        {"data": {"path": "~/d"}, "rollout": {"top_p": 1}},
+    ):
+        part = load_config(overrides={"model.path": "m", "parts": {"a": keys}}).environments["a"]
+        assert (part.data.path, type(part.rollout.top_p)) == ("/home/me/d", float)
+    with pytest.raises(ConfigError):
+        load_config(overrides={"model.path": "m", "parts": {"a": {"data.system_prompt": "None"}}})
+
+
 def test_what_is_derived_follows_a_changed_configuration(monkeypatch):
     monkeypatch.setenv("STEPS", "5")
     keys = ["max_steps=${oc.env:STEPS}", "parts.a.rollout.max_tokens=3"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import MISSING, OmegaConf
 
 from rl4llm.config.overrides import layer_of
-from rl4llm.config.resolve import VARIABLE, Origin, flatten, merged, resolved, with_references
+from rl4llm.config.resolve import VARIABLE, Origin, built, flatten, merged, resolved, with_references
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.redact import redacted
 from rl4llm.core.schema import Beta, Count, Fraction, Natural, NonNegative, Positive, Range, Share, refusal
@@ -251,7 +251,7 @@ class Config:
                     raise ConfigError(unknown("the key", key if inside else section, ("weight", *PART_KEYS)))
             layer = layer_of({key: value for key, value in part.items() if key != "weight"}, Config)
             values = self.values() | {"parts": {}, "curriculum": None}
-            return replace(Config.of(merged(values, layer, FREE)), origin=self.origin)
+            return self._built(merged(values, layer, FREE), self.origin)  # resolved with the run
         except ConfigError as error:
             raise ConfigError(f"parts.{name}: {error}") from None
 
@@ -260,14 +260,11 @@ class Config:
         cls, values: Mapping[str, Any], keys: frozenset[str] = frozenset(), *, of_run: bool = False
     ) -> Config:
         """Return the configuration of merged layers, in which `keys` were set; raise ConfigError if it is wrong."""
-        config, origin = resolved(cls, values, of_run=of_run)
-        config.origin = replace(origin, keys=keys)
+        plain, references = resolved(cls, values, of_run=of_run)
+        config = cls._built(plain, Origin(keys, references))
         if not config.output.dir:
             raise ConfigError("output.dir is empty. Set it to the directory of the run.")
         config.output.dir = str(Path(config.output.dir))
-        for section in FREE:
-            if not isinstance(getattr(config, section).get("name"), str):
-                raise ConfigError(f"{section}.name is not set; `rl4llm info` lists the accepted names.")
         if isinstance(config.curriculum, str) and config.parts:
             raise ConfigError(
                 f"curriculum={config.curriculum!r} is not accepted with `parts`. Set the least share of its weight that a "
@@ -276,22 +273,31 @@ class Config:
         config.environments  # noqa: B018 - refuses a wrong part
         return config
 
+    @classmethod
+    def _built(cls, values: Mapping[str, Any], origin: Origin) -> Config:
+        config = built(cls, values)
+        config.origin = origin
+        for section in FREE:
+            if not isinstance(getattr(config, section).get("name"), str):
+                raise ConfigError(f"{section}.name is not set; `rl4llm info` lists the accepted names.")
+        return config
+
     def values(self) -> dict[str, Any]:
         """Return the keys and values as nested mappings."""
         return {name: value for name, value in asdict(self).items() if name != "origin"}
 
-    def stored(self, *, elsewhere: bool = False) -> dict[str, Any]:
+    def stored(self, *, elsewhere: bool = False, escape: bool = False) -> dict[str, Any]:
         """Return the values in a form for other readers: without secrets, and with ``${oc.env:NAME}`` unresolved.
 
-        For processes `elsewhere`, only secret references stay unresolved.
+        For processes `elsewhere`, only secret references stay unresolved. `escape` is for what `load_config` reads back.
         """
         pairs = self.origin.references.items()
         texts = {keys: reference for keys, reference in pairs if reference[2] or not elsewhere}
-        visible: dict[str, Any] = redacted(with_references(self.values(), texts))
+        visible: dict[str, Any] = redacted(with_references(self.values(), texts, escape=escape))
         return visible
 
     def to_yaml(self, *, elsewhere: bool = False) -> str:
-        return OmegaConf.to_yaml(OmegaConf.create(self.stored(elsewhere=elsewhere)))
+        return OmegaConf.to_yaml(OmegaConf.create(self.stored(elsewhere=elsewhere, escape=True)))
 
     def variables(self) -> dict[str, bool]:
         """Return the environment variables that the values read, and whether each contains a secret."""

@@ -49,6 +49,11 @@ def layer_of(overrides: Sequence[str] | Mapping[str, Any], config: Any) -> dict[
         for name in reversed(_names(key)):
             value = {name: value}
         layer = laid_over(layer, value)
+    if isinstance(parts := layer.get("parts"), Mapping):  # their keys may be dotted too
+        layer["parts"] = {
+            name: layer_of(part, config) if isinstance(part, Mapping) else part
+            for name, part in parts.items()
+        }
     return layer
 
 

@@ -89,10 +89,12 @@ def _check_keys(leaves: Mapping[str, Any], known: Mapping[str, Any], free: Itera
         raise ConfigError(f"Unknown configuration key {key!r}.{near} Known: {', '.join(listed)}.")
 
 
-def resolved(config: type[T], values: Mapping[str, Any], *, of_run: bool = False) -> tuple[T, Origin]:
-    """Return the configuration of merged values, and their references; raise ConfigError for a wrong value.
+def resolved(
+    config: Any, values: Mapping[str, Any], *, of_run: bool = False
+) -> tuple[dict[str, Any], Mapping[Keys, Reference]]:
+    """Return merged values without references, and the references; raise ConfigError for a wrong value.
 
-    `of_run` hides references to unset variables.
+    What a reference stands for is read as if it were written in its place. `of_run` hides references to unset variables.
     """
 
     def typed_leaf(keys: Keys, value: Any) -> Any:
@@ -114,10 +116,15 @@ def resolved(config: type[T], values: Mapping[str, Any], *, of_run: bool = False
         plain = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    plain = _changed(plain, lambda keys, value: typed(value, annotation(config, keys)))
-    built = _built(config, plain)
-    check_fields(built)
-    return built, Origin(references=_references(texts, plain))
+    plain = _changed(plain, typed_leaf)
+    return plain, _references(texts, plain)
+
+
+def built(config: type[T], values: Mapping[str, Any]) -> T:
+    """Return the configuration of values without references; raise ConfigError for a wrong one."""
+    item: T = _built(config, _changed(values, lambda keys, value: typed(value, annotation(config, keys))))
+    check_fields(item)
+    return item
 
 
 def _references(texts: Mapping[Keys, str], values: Any) -> dict[Keys, Reference]:
@@ -161,15 +168,22 @@ def _expanded(keys: Keys, text: Any) -> Any:
     return expanded
 
 
-def with_references(values: Any, references: Mapping[Keys, Reference], keys: Keys = ()) -> Any:
-    """Return resolved values with references in place of what they stand for, except where it was replaced since."""
+def with_references(
+    values: Any, references: Mapping[Keys, Reference], keys: Keys = (), *, escape: bool = False
+) -> Any:
+    """Return resolved values with references in place of what they stand for, except where it was replaced since.
+
+    With `escape`, a literal ``${`` is not read as a reference.
+    """
     if keys in references and references[keys][1] == values:
         return references[keys][0]
-    if isinstance(values, Mapping):
-        return {name: with_references(item, references, (*keys, name)) for name, item in values.items()}
-    if isinstance(values, list):
-        return [with_references(item, references, (*keys, number)) for number, item in enumerate(values)]
-    return values
+    if isinstance(values, Mapping | list):
+        names = values.items() if isinstance(values, Mapping) else enumerate(values)
+        items = {
+            name: with_references(item, references, (*keys, name), escape=escape) for name, item in names
+        }
+        return items if isinstance(values, Mapping) else list(items.values())
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", values) if escape and isinstance(values, str) else values
 
 
 def _changed(values: Any, change: Callable[[Keys, Any], Any], keys: Keys = ()) -> Any:
