@@ -255,5 +255,14 @@ def test_what_is_derived_follows_a_changed_configuration(monkeypatch):
     assert changed.origin.keys == {"model.path", "data.path", "max_steps", "parts.a.rollout.max_tokens"}
 
 
+def test_parts_follow_a_configuration_that_is_changed_in_place():
+    config = load_config(overrides=[*NEEDED, "parts.a.rollout.top_k=3"])
+    config.rollout.max_tokens, config.data.path = 64, Path("other")
+    config.parts["b"] = {"env.name": "tool"}
+    for part in config.environments.values():
+        assert (part.rollout.max_tokens, part.data.path) == (64, "other")
+    assert [part.env["name"] for part in config.environments.values()] == ["chat", "tool"]
+
+
 def test_a_user_sees_well_under_a_hundred_keys():
     assert len(flatten(load_config(overrides=NEEDED).values())) <= 91

@@ -155,12 +155,12 @@ def _mixed_prompts(
     setup: Setup, datasets: Mapping[str, Any], least: Any, rows: Mapping[str, Sequence[int]] | None = None
 ) -> MixedPrompts:
     """Make the order over several datasets, or over pools of one, which `rows` then lists; a pool weighs as its size."""
-    config, ranks = setup.config, setup.machine.ranks
+    config, ranks, environments = setup.config, setup.machine.ranks, setup.config.environments
     streams, weights = {}, {}
     for name, dataset in datasets.items():
         part = config.parts.get(name, {})
         seed = derive_seed(config.seed, "pool" if rows else "part", name)
-        shuffle = config.environments.get(name, config).data.shuffle
+        shuffle = environments.get(name, config).data.shuffle
         streams[name] = PromptStream(len(dataset), 1, seed=seed, shuffle=shuffle)
         weights[name] = len(dataset) if rows else part.get("weight", 1.0)
     return load("rl4llm.data.mixture:MixedPrompts")(

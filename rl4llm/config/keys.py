@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -228,7 +227,7 @@ class Config:
     timeout_s: Annotated[float, Range(1)] = 1800.0  # of waiting for the other ranks, if there are any
     origin: Origin = field(default=Origin(), repr=False, compare=False)
 
-    @cached_property
+    @property
     def environments(self) -> dict[str, Config]:
         """The configuration of each environment: the only one is named "", or there is one for each of `parts`.
 
