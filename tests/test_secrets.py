@@ -142,3 +142,37 @@ def test_a_reference_to_a_reference_stays_a_reference(monkeypatch):
         == "${inference.api_key}"
         == config.stored(elsewhere=True)["env"]["note"]
     )
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {
+            "inference.key": "${oc.env:PLAIN}",
+            "rewards": [{"name": "a", "url": "http://j?k=${inference.key}"}],
+        },
+        {"env.auth": "${oc.env:PLAIN}", "env.api_key": "pre-${env.auth}", "env.note": "see ${.auth}"},
+        {
+            "env.auth": "${oc.env:PLAIN}",
+            "env.more": "${env.auth}-2",
+            "env.note": "x${env[more]}",
+            "env.api_key": "y${.note}",
+        },
+        {"env.api_key": "${oc.env:PLAIN}", "env.note": "x ${oc.select:env.api_key}"},
+        {"env.api_key": "${oc.env:PLAIN}", "env.note": "x ${env.${env.which}}", "env.which": "api_key"},
+        {"env.api_key": "${oc.env:PLAIN}", "parts.a.env.note": "x ${ env.api_key }"},
+        {"env.judge": {"api_key": "${oc.env:PLAIN}"}, "rewards": [{"name": "a", "judge": "${env.judge}"}]},
+        {"env.api_key": "own-secret", "env.note": "x ${env.api_key}"},
+        {"env.note": "x ${oc.env:OWN_TOKEN}", "env.more": "y ${env.note}"},
+    ],
+)
+def test_secrecy_follows_references_both_ways(keys, monkeypatch):
+    for name in ("PLAIN", "OWN_TOKEN"):
+        monkeypatch.setenv(name, "own-secret")
+    monkeypatch.setenv("OTHER", "plain")
+    config = load_config(overrides={"model.path": "${oc.env:OTHER}", "data.path": "d", **keys})
+    for elsewhere in (False, True):
+        assert "own-secret" not in config.to_yaml(elsewhere=elsewhere)
+    variables = config.variables()
+    assert not variables.pop("OTHER") and all(variables.values())
+    assert config.stored(elsewhere=True)["model"]["path"] == "plain"

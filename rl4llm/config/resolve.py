@@ -7,6 +7,7 @@ its key, and `with_references` writes them back in place of what they stand for.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,8 @@ OURS = {("model",), ("data",), ("eval",), ("output",), ("sync",)}
 """Sections whose paths this machine opens; a class of the user may take addresses."""
 
 VARIABLE = re.compile(r"oc\.env:\s*([^,}\s]+)")
+NODE = re.compile(r"""(?:\$\{|oc\.(?:select|deprecated|dict\.\w+):)\s*['"]?([^\s'",:{}$]*)(?![^\s'",{}$])""")
+"""A key in a reference, such as ``${key.sub}``."""
 
 
 Reference = tuple[str, Any, bool]
@@ -128,20 +131,40 @@ def built(config: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _references(texts: Mapping[Keys, str], values: Any) -> dict[Keys, Reference]:
-    """Return the references if one of them reads the environment, since others may refer to that one.
+    """Return the references if one of them reads the environment or a secret, since others may refer to that one.
 
-    A value is secret by its key, its form or its variable's name, and if it equals a secret one.
+    A value is secret by its key, its form or its variable's name, and if it equals a secret one. A text that refers to a
+    secret is secret, and so is all that a secret text refers to, which may be a piece of the secret.
     """
-    if not any(map(VARIABLE.search, texts.values())):
+    if not texts:
         return {}
     visible = redacted(values)
-    secret = {
-        str(_at(values, keys))
-        for keys, text in texts.items()
-        if _at(visible, keys) != _at(values, keys) or any(map(is_secret_name, VARIABLE.findall(text)))
+    secret = {tuple(map(str, keys)) for keys, value in _leaves(values) if _at(visible, keys) != value}
+    secret |= {
+        ("oc.env", name) for text in texts.values() for name in VARIABLE.findall(text) if is_secret_name(name)
     }
-    pairs = ((keys, text, _at(values, keys)) for keys, text in texts.items())
-    return {keys: (text, value, str(value) in secret) for keys, text, value in pairs}
+    nodes = {
+        keys: {tuple(map(str, keys)), *_targets(keys, text), ("=", str(_at(values, keys)))}
+        for keys, text in texts.items()
+    }
+    for _ in nodes:  # as far as the longest chain
+        secret |= {node for group in nodes.values() if _meet(group, secret) for node in group}
+    if not any(group <= secret or VARIABLE.search(texts[keys]) for keys, group in nodes.items()):
+        return {}
+    return {keys: (text, _at(values, keys), nodes[keys] <= secret) for keys, text in texts.items()}
+
+
+def _targets(keys: Keys, text: str) -> Iterator[tuple[str, ...]]:
+    """Yield the variables, keys and sections that a text refers to; () for a computed key, which may be any."""
+    yield from (("oc.env", name) for name in VARIABLE.findall(text))
+    for name in NODE.findall(text):
+        dots = len(name) - len(name.lstrip("."))  # .key is beside this one
+        yield (*map(str, keys[:-dots] if dots else ()), *re.findall(r"[^.\[\]]+", name))
+
+
+def _meet(group: Iterable[tuple[str, ...]], secret: Iterable[tuple[str, ...]]) -> bool:
+    """Return whether one of the keys is, contains or is in a secret one."""
+    return any(keys[: len(other)] == other[: len(keys)] for keys, other in itertools.product(group, secret))
 
 
 def _built(config: Any, values: Mapping[str, Any]) -> Any:
