@@ -542,6 +542,8 @@ COMPOSE = _of(
     ("spread_of_secrets", "../config/resolve.py", "if _meet(group, secret) for node in group}",
      "if group <= secret for node in group}",
      "test_secrets.py::test_secrecy_follows_references_both_ways"),
+    ("hidden_number", "../config/resolve.py", "if not fits(HIDDEN, annotation(config, keys)):", "if False:",
+     "test_secrets.py::test_an_unset_variable_is_named_where_none_can_be_hidden"),
     ("parts_of_now", "../config/keys.py", "    @property\n    def env",
      "    @__import__('functools').cached_property\n    def env",
      "test_config.py::test_parts_follow_a_configuration_that_is_changed_in_place"),

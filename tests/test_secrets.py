@@ -112,6 +112,16 @@ def test_a_hidden_secret_is_missed_only_where_it_is_needed(config_file, monkeypa
         build_trainer(load_config(run.config_file))
 
 
+@pytest.mark.parametrize(
+    "key", ["training.lr", "model.dtype", "tracking.wandb", "rollout.top_k", "parts.a.data.limit"]
+)
+def test_an_unset_variable_is_named_where_none_can_be_hidden(key):
+    keys = {"model.path": "m", "data.path": "d", "data.system_prompt": "${oc.env:UNSET}"}
+    assert load_config(overrides=keys, of_run=True).data.system_prompt == HIDDEN
+    with pytest.raises(ConfigError, match="NEEDED"):
+        load_config(overrides={**keys, key: "${oc.env:NEEDED}"}, of_run=True)
+
+
 def test_files_for_other_machines_name_the_variables_of_secrets(config_file, tmp_path):
     keys = [
         "launch.servers=1",

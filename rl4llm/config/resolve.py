@@ -20,7 +20,7 @@ from rl4llm.config.overrides import annotation, laid_over
 from rl4llm.core.errors import ConfigError, did_you_mean, unknown
 from rl4llm.core.redact import HIDDEN, is_secret_name, redacted
 from rl4llm.core.registry import elsewhere as answer_of
-from rl4llm.core.schema import check_fields, hints_of, means_null, refusal, typed
+from rl4llm.core.schema import check_fields, fits, hints_of, means_null, refusal, typed
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]
@@ -113,6 +113,8 @@ def resolved(
             try:
                 _at(tree, keys)
             except InterpolationResolutionError:
+                if not fits(HIDDEN, annotation(config, keys)):
+                    raise
                 _at(tree, keys[:-1])[keys[-1]] = HIDDEN
         if missing := sorted(OmegaConf.missing_keys(tree)):
             raise ConfigError(f"{missing[0]} is not set. Set it in the file, or with {missing[0]}=...")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from rl4llm.core.errors import ConfigError, did_you_mean, unknown
+from rl4llm.core.redact import HIDDEN
 from rl4llm.core.registry import elsewhere
 
 T = TypeVar("T")
@@ -155,6 +156,8 @@ def refusal(where: str, value: Any, hint: Any) -> str:
     near = did_you_mean(value, choices_of(hint)) if isinstance(value, str) else ""
     if value is None:
         near = " Set a value, or leave the key out if it has a default."
+    elif value == HIDDEN:
+        near = " Set it, or its environment variable, as for the run."
     elif means_null(value, hint):
         near = " Did you mean null?"
     elif isinstance(value, str) and not near and in_words(hint).startswith("a list"):
