@@ -225,7 +225,7 @@ env.name=mine:Typo env.max_steps=2                 | max_steps=2 has no effect, 
 env.max_steps=2                                    | max_steps=2 has no effect, since ChatEnv has no method `respond`
 env.name=mine:one                                  | Accepted: a subclass of BaseMDPEnv
 env.name=tools                                     | Did you mean 'tool'
-env.tools=[calculator]                             | env option='tools' is unknown. Known: max_steps
+env.tools=[calculator]                             | env option='tools' is unknown. Known: compact_at, max_steps
 env.name=tool env.tools=[calculatr]                | Did you mean 'calculator'
 env.name=tool "env.tools=['mine:untyped']" | x is missing a type hint in function untyped. Next step
 env.name=tool "env.tools=['mine:silent']"          | it has no docstring. Next step
@@ -233,6 +233,7 @@ env.name=reasoning_gym rewards=null                | has its own prompts. Remove
 env.max_steps=0                                    | env.max_steps=0 is not accepted: a whole number, 1 or above
 """
 COMMANDS = """
+tasks import rows.jsonl --repos r --out o              | The dataset 'rows.jsonl' does not exist
 train                                              | required: config
 train model.path=m data.path=d                     | No such file or directory: 'model.path=m'
 train smal.yaml                                    | No such file or directory: 'smal.yaml'
