@@ -28,7 +28,7 @@ def test_every_configuration_file_is_valid(path):
         "data=rows.jsonl", "rollout.prompts=12:30", "rewards=[{name: math, name: format}]", "rewards.0.weight=1",
         "output.dir=$NOT_SET/x", "output.dir=~nobody-here/x", "max_steps", "output.dir=s3://bucket/run",
         "data.system_prompt=None", "curriculum=none", "parts={a: {seed: 1}}", "parts={a: {rollout: {temperature: 0}}}",
-        "eval.path=${oc.env:NOT_SET}", "model={lora.rank: 4}",
+        "eval.path=${oc.env:NOT_SET}", "model={lora.rank: 4}", "curriculum=0", "curriculum=1.5",
     ],
 )  # fmt: skip
 def test_a_wrong_override_is_refused(override):

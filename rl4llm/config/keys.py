@@ -207,7 +207,7 @@ class Config:
     parts: dict[str, Any] = field(default_factory=dict)
     # Draw more often what is solved half of the time: the least share of its weight that each of `parts` or, without
     # parts, each prompt keeps, or the column of the dataset whose values are pools; see data.mixture and data.curriculum.
-    curriculum: float | int | str | None = None
+    curriculum: Share | str | None = None
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     inference: dict[str, Any] = field(default_factory=lambda: {"name": "local"})
