@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rl4llm.algorithms import GRPO, Distill
+from rl4llm.algorithms import ALGORITHMS, GRPO, Distill
 from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
+from rl4llm.core.errors import ConfigError
+from rl4llm.core.schema import check_options
 from rl4llm.core.types import TrainBatch
 
 POLICY, BEFORE, SAMPLER, OTHER = (
@@ -134,3 +136,12 @@ def test_the_correction_of_a_class_is_kept_for_older_samples():
     assert Own.stale_options({}) == {"old_logprobs": "recomputed"}
     assert GRPO.stale_options({"correction": "icepop"}) == {"old_logprobs": "recomputed"}
     assert GRPO.stale_options({"correction": None}) == {}
+
+
+@pytest.mark.parametrize("name", ["dppo", "dppo_kl"])
+@pytest.mark.parametrize("option", ["correction", "correction_low", "correction_high", "old_logprobs"])
+def test_a_ratio_to_the_sampler_has_no_option_of_a_correction(name, option):
+    options = {option: getattr(GRPO(), option)}
+    check_options("algorithm", GRPO, options)
+    with pytest.raises(ConfigError):
+        check_options("algorithm", ALGORITHMS[name], options)
