@@ -9,27 +9,24 @@ import torch
 from torch import Tensor
 
 from rl4llm.algorithms.grpo import GRPO
-from rl4llm.core.errors import RewardError
 
 
 @dataclass(slots=True)
 class MaxRL(GRPO):
-    """Credit a sample with (reward - mean) / mean of its group, so that rare successes weigh most.
+    """Credit a sample with (reward - mean) / share of success in its group, so that rare successes weigh most.
 
     The gradient of the log of the success rate is the sum of those of pass@j / j over all j. On the policy, a group of n
-    samples estimates the first n - 1 terms without bias. GRPO's deviation instead raises easy and hard prompts alike. A
-    group without a success gets 0. Rewards are shares of success: their scale cancels, negative ones raise RewardError.
+    samples estimates the first n - 1 terms without bias. GRPO's deviation instead raises easy and hard prompts alike.
+
+    Rewards are shares of success, so their mean is the divisor, and their scale cancels. The paper has no negative ones. A
+    penalty lowers a sample beside the others, but counts as 0 in the divisor, or a mean near 0 would make credits of any
+    size. A group without a positive reward gets 0.
     """
 
     aggregation: str = "token"
-    scale_rewards: ClassVar[Literal["none"]] = "none"  # type: ignore[misc]  # the mean scales them
-    kl_in: ClassVar[Literal["loss"]] = "loss"  # type: ignore[misc]  # a penalty would make rewards negative
+    scale_rewards: ClassVar[Literal["none"]] = "none"  # type: ignore[misc]  # the share of success scales them
+    kl_in: ClassVar[Literal["loss"]] = "loss"  # type: ignore[misc]  # a penalty in the reward would not be one of success
 
     def compare(self, rewards_G: Tensor) -> Tensor:
-        if (rewards_G < 0).any():
-            raise RewardError(
-                f"MaxRL divides by the mean reward of a group, but a reward is {rewards_G.min():g}. Use rewards of 0 and "
-                "more; the rewards clip and scale change others."
-            )
-        mean = rewards_G.mean()
-        return (rewards_G - mean) / mean if mean > 0 else torch.zeros_like(rewards_G)
+        success = rewards_G.clamp(min=0).mean()
+        return (rewards_G - rewards_G.mean()) / success if success > 0 else torch.zeros_like(rewards_G)

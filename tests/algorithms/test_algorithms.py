@@ -9,7 +9,7 @@ from rl4llm.algorithms import ALGORITHMS, DAPO, DPO, GDPO, GRPO, PKPO, PPO, SFT,
 from rl4llm.algorithms.distill import Distill
 from rl4llm.algorithms.functional import clipped_share
 from rl4llm.algorithms.reinforce_pp import ReinforcePP
-from rl4llm.core.errors import ConfigError, RewardError
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TokenSpan, Trajectory
 
 
@@ -104,8 +104,12 @@ def test_impossible_options_are_refused(algorithm, group_size):
 def test_maxrl_has_no_credit_without_a_success():
     assert not MaxRL().credits(group(0.0, 0.0, 0.0)).any()
     assert MaxRL().credits(group(0.0, 0.0, 1.0)).tolist() == pytest.approx([-1, -1, 2])
-    with pytest.raises(RewardError):
-        MaxRL().credits(group(-1.0, 1.0, 1.0))
+    assert not MaxRL().credits(group(-0.5, 0.0, -1.0)).any()
+
+
+def test_maxrl_divides_by_successes_not_by_what_penalties_leave():
+    assert MaxRL().credits(group(1.0, -0.5, -0.5)).tolist() == pytest.approx([3, -1.5, -1.5])
+    assert MaxRL().credits(group(1.0, 0.0, -0.5)).tolist() == pytest.approx([2.5, -0.5, -2])
 
 
 def test_no_set_of_k_is_left_in_a_small_group():
