@@ -321,8 +321,9 @@ def _batches(trainer: AnyTrainer, groups: Sequence[Group], budget: int) -> list[
         updates_per_rollout=1,
         passes_per_rollout=1,
     )
-    critic = trainer.algorithm.needs().critic
+    critic, before = trainer.algorithm.needs().critic, copy.deepcopy(trainer.algorithm.state())
     updates = preparation.prepare(groups, critic.warmup_steps if critic else 0).updates
+    trainer.algorithm.restore(before)  # it may remember the rewards that it saw
     return list(updates[0].batches)
 
 

@@ -195,6 +195,11 @@ def test_a_loss_that_is_a_mean_of_its_micro_batch_fails(small, autocast):
     assert (results["loss"], results["log-probs"]) == ("failed", "passed")
 
 
+def test_a_method_that_remembers_rewards_passes(small):
+    results = on(small({"algorithm": {"name": "rae"}}), "data", "rewards", *NAMED)
+    assert results["loss"].status == "passed", results["loss"]
+
+
 def test_a_loss_without_an_effect_fails(small):
     results = on(small({"algorithm.name": "broken_parts:Unmoved"}), "data", "rewards", *NAMED)
     assert results["loss"].status == "failed"
