@@ -18,6 +18,7 @@ from gpu_probe import BF16, CASES, GIB, PROMPT, Probe, ask, loss, served, tokeni
 
 from rl4llm.backends import runner
 from rl4llm.backends.heads import OutputLayer, selected_logprobs
+from rl4llm.data.plan import is_computed
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.inference.embedded.engine import Engine
 
@@ -95,7 +96,7 @@ def _updates(probe: Probe, what: str, **case: Any) -> None:
         runs = [partial(backend.forward_backward, batch, loss) for batch in batches]
         found["new_lengths_s"] = [probe.seconds(run) for run in runs]
         backend.optim_step()
-        seconds, tokens = probe.seconds(runs[0], 3, warm=1), int((batches[0].segment_ids_BT > 0).sum())
+        seconds, tokens = probe.seconds(runs[0], 3, warm=1), int(is_computed(batches[0]).sum())
         tflops = 6 * sum(x.numel() for x in backend.model.parameters()) * tokens / seconds / 1e12
         found |= {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "tflops": tflops}
         found |= {"share_of_product": tflops / probe.product_tflops()}
