@@ -12,7 +12,7 @@ import yaml
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import redacted
-from rl4llm_compat.migration.rules import RULES, DataFacts, JointRule
+from rl4llm_compat.migration.rules import DIVERGENCES, RULES, A, DataFacts, JointRule
 from rl4llm_compat.migration.table import DEFAULTS, row_of
 
 SECTIONS = (
@@ -72,6 +72,15 @@ def convert(values: Mapping[str, Any], facts: DataFacts) -> Converted:
         row = row_of(name)
         if row is not None and row.ours and not row.to and name not in answered:
             made.without.append((_pair(name, given[name]), f"nothing to set with these values, see {row}"))
+    if made.keys.get("algorithm.name", ("", ""))[0] in DIVERGENCES:
+        del made.keys["algorithm.old_logprobs"]
+        made.without += [
+            (_pair(f"{A}.clip_ratio_c", merged[f"{A}.clip_ratio_c"]), "the ratio of these losses has no cap"),
+            (
+                "log-probs before the updates",
+                "the ratio of these losses is to those that the engine recorded",
+            ),
+        ]
     for key in [key for key, (value, _) in made.keys.items() if redacted({key: value}) != {key: value}]:
         del made.keys[key]
         made.open.append(

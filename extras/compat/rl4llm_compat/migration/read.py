@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ PAIR = re.compile(r"[+~]*[A-Za-z_][\w.]*=")
 def read(given: str) -> Values:
     """Return the keys of verl in a YAML file, a script or a command; raise ConfigError if it has none."""
     path = Path(given).expanduser()
-    if "\n" in given or (re.search(r"\s", given) and not path.is_file()):
+    # not `is_file`, which raises for the length of a command
+    if "\n" in given or (re.search(r"\s", given) and not os.path.isfile(path)):
         return _of_commands(given, "the command")
     if not path.is_file():
         raise ConfigError(

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rl4llm.algorithms import ALGORITHMS
 from rl4llm.cli import main
+from rl4llm.compose import build_algorithm
 from rl4llm.config import flatten, load_config
 from rl4llm.core.errors import ConfigError
 from rl4llm_compat.migration.convert import convert
@@ -97,12 +99,21 @@ def test_zero_processes_are_to_be_decided():
 
 
 @pytest.mark.parametrize(("mode", "name"), [("dppo_tv", "dppo"), ("dppo_kl", "dppo_kl")])
-def test_divergence_ppo_keeps_its_bounds(mode, name):
-    words = f"verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
-    keys = {key: value for key, (value, _) in converted(words).keys.items()}
-    assert keys["algorithm.name"] == name
-    assert (keys["algorithm.clip_low"], keys["algorithm.clip_high"]) == (0.2, 0.2)
-    assert keys["algorithm.log_ratio_coef"] == 0.0
+def test_divergence_ppo_is_built_with_its_bounds(mode, name, tmp_path, capsys):
+    out = tmp_path / "ours.yaml"
+    words = (
+        f"verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode={mode} "
+        "actor_rollout_ref.model.path=M data.train_files=rows.parquet trainer.total_training_steps=5 "
+        "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.clip_ratio_c=20"
+    )
+    assert main(["import", words, "--out", str(out)]) == 0, capsys.readouterr().err
+    algorithm = build_algorithm(load_config(out))
+    assert type(algorithm) is ALGORITHMS[name]
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.log_ratio_coef) == (0.2, 0.2, 0.0)
+    text = out.read_text()
+    without = text[text.index("# Without a counterpart") :]
+    assert "actor_rollout_ref.actor.clip_ratio_c=20" in without
+    assert "log-probs before the updates" in without
 
 
 def test_value_without_a_counterpart_is_to_be_decided():
