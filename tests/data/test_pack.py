@@ -7,8 +7,10 @@ import pytest
 import torch
 from packed import pack, predecessor, tries
 
+from rl4llm.backends.attention import stream_of
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TokenSpan, Trajectory
+from rl4llm.data import layouts
 from rl4llm.data.layouts import LAYOUTS
 from rl4llm.data.pack import Batching, StepTotals, totals_of
 from rl4llm.data.plan import is_computed, plan_batches
@@ -172,6 +174,33 @@ def test_records_of_a_trie_stay_what_they_are_under_the_budget(seed, budget, sho
     expected = [recorded(one, credit, weight) for one, credit in zip(trajectories, credits, strict=True)]
     assert in_order(chain for batch in batches for chain in read_back(batch)) == in_order(expected)
     assert max(map(tokens_in, batches)) <= max(budget, *(one.num_tokens for one in trajectories))
+
+
+@pytest.mark.parametrize(
+    "thought", [2, 9]
+)  # before and after the tokens of answers, in the order of the trie
+def test_copied_keys_count_in_the_budget(thought):
+    history, records = [5] * 10, []
+    for turn in range(24):  # thoughts of earlier turns are not in the next prompt
+        answer = [6 + turn % 2] * 40
+        records.append(trajectory("a", history, [thought] * 40 + answer))
+        history = history + answer + [8] * 33
+    batches = packed(records, layout="shared", budget=3072)
+    for batch in batches:
+        blocks = stream_of(batch).blocks
+        keys = sum(block.count * (block.length + sum(length for _, length in block.path)) for block in blocks)
+        of_prompt = 10 * (len(records) + 1)
+        assert tokens_in(batch) + layouts.KEY * (keys - tokens_in(batch) - of_prompt) <= 3072
+    assert len(batches) <= 4 < len(packed(records, layout="packed", budget=3072))
+
+
+def test_copies_of_a_prompt_alone_cost_nothing(monkeypatch):
+    plain = [trajectory(name, [5] * 300, [10 + number] * 50) for name in "ab" for number in range(9)]
+    sizes = []
+    for key in (0.0, 1.0):
+        monkeypatch.setattr(layouts, "KEY", key)
+        sizes.append([tokens_in(batch) for batch in packed(plain, layout="shared", budget=800)])
+    assert sizes[0] == sizes[1] == [750, 750]
 
 
 @pytest.mark.parametrize("seed", range(4))

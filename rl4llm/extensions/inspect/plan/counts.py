@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rl4llm.backends.attention import stream_of
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.compose.choices import in_part
 from rl4llm.compose.data import (
@@ -223,7 +224,6 @@ def _images(trajectories: Sequence[Trajectory], batch: TrainBatch) -> dict[str, 
 
 
 def _keys(batch: TrainBatch) -> int:
-    """Return the positions whose keys attention keeps; a shared prefix counts again for each trajectory behind it."""
-    computed_BT = is_computed(batch)
-    starts_BT = computed_BT & ~computed_BT.roll(1, dims=1)
-    return int(computed_BT.sum()) + int(batch.position_ids_BT[starts_BT].sum())
+    """Return the positions whose keys attention keeps; a shared prefix counts again for each segment behind it."""
+    blocks = stream_of(batch).blocks
+    return sum(block.count * (block.length + sum(length for _, length in block.path)) for block in blocks)
