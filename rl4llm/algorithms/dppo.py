@@ -37,8 +37,8 @@ class DPPO(PolicyGradient):
     log_ratio_coef: NonNegative = 1e-3
     old_logprobs: ClassVar[Literal["sampled"]] = "sampled"  # type: ignore[misc]  # the trust region is around the sampler
     correction: ClassVar[None] = None  # type: ignore[misc]  # the ratio is the importance weight
-    correction_low: ClassVar[None] = None  # type: ignore[misc]
-    correction_high: ClassVar[None] = None  # type: ignore[misc]
+    correction_low: ClassVar[float] = 0.0  # type: ignore[misc]
+    correction_high: ClassVar[float] = 0.0  # type: ignore[misc]
 
     @classmethod
     def stale_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
