@@ -562,6 +562,7 @@ def test_rate_that_a_program_sets_has_no_warning():
 
 
 def test_a_model_of_padded_rows_is_batched_by_length(model_dir, tmp_path):
+    """Whether it is the policy or its teacher."""
     tokenizer = load_tokenizer(str(model_dir))
     sizes = SIZES | {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     rows = [{"messages": [{"role": "user", "content": "hi"}], "ground_truth": ""}]
@@ -577,4 +578,14 @@ def test_a_model_of_padded_rows_is_batched_by_length(model_dir, tmp_path):
             rollout={"prompts": 1, "group_size": 2, "max_tokens": 4},
         )
         layouts[kind] = trainer.trainer.preparation.batching.layout
-    assert layouts == {"capped": "sorted", "plain": "shared"}
+    taught = load_config(
+        overrides={
+            "model.path": str(tmp_path / "plain"),
+            "data.path": "arithmetic",
+            "eval.every": 0,
+            "algorithm": {"name": "distill", "teacher_path": str(tmp_path / "capped")},
+            "output.dir": str(tmp_path / "run of taught"),
+        }
+    )
+    layouts["taught"] = build_trainer(taught).preparation.batching.layout
+    assert layouts == {"capped": "sorted", "plain": "shared", "taught": "sorted"}

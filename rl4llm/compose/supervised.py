@@ -18,6 +18,7 @@ from rl4llm.compose.models import build_policy, build_reference, vision_of
 from rl4llm.compose.setup import Setup, held
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of
 from rl4llm.config import Config
+from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
@@ -76,7 +77,8 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     prepared = partial(
         Preparation, algorithm=setup.algorithm, policy=backend, reference=reference, ranks=ranks
     )
-    batching = batching_of(setup, backend)
+    beside = [reference] if isinstance(reference, BaseBackend) else []
+    batching = batching_of(setup, [backend, *beside])
     answered = needs.learns_from not in ANSWER_COLUMNS and not hold_text(dataset)
     warnings = [
         *warnings_of(config),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -157,21 +158,19 @@ def _reinforced(
     warnings = [text for task in tasks for text in in_part(task.part, task.fit, client.context_length)]
     prompts = prompts_of(setup, {task.part: task.env.dataset for task in tasks})
     sampled = max(task.env.max_steps * task.setup.config.rollout.max_tokens for task in tasks)
-    batching = batching_of(setup, backend, longest_completion=min(client.context_length, sampled))
+    critic, reference = build_critic(setup, start), build_reference(setup, backend, start)
+    beside = [model for model in (critic, reference) if isinstance(model, BaseBackend)]
     preparation = Preparation(
         algorithm=algorithm,
         policy=backend,
-        batching=batching,
+        batching=batching_of(setup, [backend, *beside], min(client.context_length, sampled)),
         temperature=config.rollout.temperature or 1.0,
-        critic=build_critic(setup, start),
-        reference=build_reference(setup, backend, start),
+        critic=critic,
+        reference=reference,
         ranks=machine.ranks,
     )
-    beside = [
-        model for model in (preparation.critic, preparation.reference) if isinstance(model, BaseBackend)
-    ]
     longest = [(task.env, task.renderer, task.setup.config.rollout.max_tokens) for task in tasks]
-    plan = micro_batch_plan(config, batching, longest, client.context_length).table()
+    plan = micro_batch_plan(config, preparation.batching, longest, client.context_length).table()
     run = held(setup, run)
     templates = [f"Chat template: {note}." for task in tasks for note in task.renderer.notes]
     unset = [note for task in tasks for note in unset_notes(task.setup, task.env)]
@@ -217,11 +216,11 @@ def _report_isolation(sandbox: Any, run: RunDir, tracker: RunTracker) -> None:
         run.keep("sandbox.json", json.dumps(asdict(sandbox.active), indent=1) + "\n")
 
 
-def batching_of(setup: Setup, backend: BaseBackend | None = None, longest_completion: int = 0) -> Batching:
-    """Make the settings of micro-batches; `longest_completion` is the default divisor of the aggregation "constant"."""
+def batching_of(setup: Setup, models: Sequence[BaseBackend] = (), longest_completion: int = 0) -> Batching:
+    """Make the settings of micro-batches that `models` read; `longest_completion` is the default divisor of "constant"."""
     training, vision = setup.config.training, vision_of(setup.config)
     return Batching(
-        layout=training.layout if backend is None else backend.layout(training.layout),
+        layout=functools.reduce(lambda layout, model: model.layout(layout), models, training.layout),
         aggregation=setup.algorithm.aggregation,
         pad_token_id=setup.tokenizer.pad_token_id,
         max_tokens_per_batch=training.max_tokens_per_batch,

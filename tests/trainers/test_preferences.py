@@ -15,6 +15,7 @@ from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTraine
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
+from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import load_config
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, DataError, ModelError
@@ -336,6 +337,24 @@ def test_a_reward_model_gives_the_scores_of_its_training(model_dir, tmp_path):
     thanks = [ChatMessage("user", "Thanks.")]  # what follows on the last answer is not judged
     alone = [reward([*sample.messages, *thanks], None) for sample in samples]
     assert alone == pytest.approx(scored, abs=1e-5)
+
+
+def test_a_reward_model_of_padded_rows_reads_them(model_dir, tmp_path, monkeypatch):
+    make(RewardTrainer, model_dir, pairs(4, 0), tmp_path, rollout={"prompts": 4}).train()
+    segments, forward = [], TorchBackend.forward
+
+    def watched(self, batch, **options):
+        segments.append(int(batch.segment_ids_BT.max()))
+        return forward(self, batch, **options)
+
+    monkeypatch.setattr(TorchBackend, "layout", lambda self, layout: "sorted")
+    monkeypatch.setattr(TorchBackend, "forward", watched)
+    prompt = ChatMessage("user", "Say 1.")
+    samples = [SampleState("p", number, [prompt], None) for number in range(4)]
+    for sample in samples:
+        sample.messages.append(ChatMessage("assistant", "a e"))
+    LearnedReward(str(tmp_path)).score_batch(samples)
+    assert segments == [1]
 
 
 def test_a_conversation_too_long_for_a_reward_model_is_skipped(model_dir, tmp_path):

@@ -95,7 +95,11 @@ class LearnedReward(BaseBatchReward):
         if not trajectories:
             return []
         owners = [float(number) for number in range(len(trajectories))]  # in the place of credits
-        batching = Batching(pad_token_id=self._pad_token_id, max_tokens_per_batch=self._max_tokens_per_batch)
+        batching = Batching(
+            layout=self._backend.layout("shared"),
+            pad_token_id=self._pad_token_id,
+            max_tokens_per_batch=self._max_tokens_per_batch,
+        )
         batches = batching.pack(trajectories, owners)
         for batch in batches:
             owners_N = batch.credits_BT[batch.mask_BT].long()

@@ -69,7 +69,10 @@ class Counts(RolloutSize):
 
 
 def count(setup: Setup, context_length: int) -> Counts:
-    """Count from the data, the tokenizer and the configuration; no model is needed."""
+    """Count from the data, the tokenizer and the configuration; no model is needed.
+
+    So a model of padded rows is counted in `training.layout`, which its run replaces by ``sorted``.
+    """
     model = setup.config.model
     setup = replace(setup, tokenizer=load_tokenizer(model.path, pad_token=model.pad_token))
     counted = _count_episodes if setup.needs.learns_from == "episodes" else _count_rows
