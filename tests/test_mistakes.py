@@ -233,7 +233,7 @@ env.name=reasoning_gym rewards=null                | has its own prompts. Remove
 env.max_steps=0                                    | env.max_steps=0 is not accepted: a whole number, 1 or above
 """
 COMMANDS = """
-tasks import rows.jsonl --repos r --out o              | The dataset 'rows.jsonl' does not exist
+tasks import nowhere.jsonl --repos r --out o           | The dataset 'nowhere.jsonl' does not exist
 train                                              | required: config
 train model.path=m data.path=d                     | No such file or directory: 'model.path=m'
 train smal.yaml                                    | No such file or directory: 'smal.yaml'
