@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from rl4llm.extensions.workspaces import namespaces
+from rl4llm.extensions.workspaces import namespaces, tree
 
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"  # of a layer that removes what is below it
 MOST_BYTES = 256 << 30
@@ -25,7 +25,7 @@ def main() -> None:
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     os.chdir(sys.argv[1])
     namespaces.become_root()
-    os.chroot(".")
+    tree.lock_into(".")
     try:
         apply(sys.stdin.buffer)
     except (OSError, tarfile.TarError) as error:

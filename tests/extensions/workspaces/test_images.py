@@ -6,8 +6,10 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
+import sys
 import tarfile
 
 import pytest
@@ -231,6 +233,43 @@ def test_a_dockerfile_is_built_without_docker(play, context, no_containers, tmp_
     trees = len(list((tmp_path / "cache" / "images").iterdir()))
     play(scenario, image=str(context))
     assert len(list((tmp_path / "cache" / "images").iterdir())) == trees == 2  # the base and the result
+
+
+EVIL = """
+#include <fcntl.h>
+__attribute__((constructor)) static void run(void) { open("/data/PWNED", O_CREAT | O_WRONLY, 0644); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+def test_packing_an_image_runs_no_code_of_it(play, context, no_containers, tmp_path):
+    (tmp_path / "evil.c").write_text(EVIL)
+    library = context / "files" / "libnss_evil.so.2"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "evil.c"], check=True)
+    (context / "files" / "nsswitch.conf").write_text("passwd: evil\ngroup: evil\n")
+    with open(context / "Dockerfile", "a") as file:
+        file.write("COPY files/nsswitch.conf /etc/\nCOPY files/libnss_evil.so.2 /lib/\n")
+    result = play(sh("ls /data; cat /etc/nsswitch.conf"), image=str(context))
+    assert "evil" in result.output and "kept" in result.output and "PWNED" not in result.output
+
+
+def test_no_module_is_imported_from_a_tree(tmp_path):
+    (tmp_path / "planted.py").write_text("open('/imported', 'w')")
+    tmp_path.chmod(0o777)
+    code = """
+import os, sys
+from rl4llm.extensions.workspaces import namespaces, tree
+os.chdir(sys.argv[1])
+if pid := namespaces.enter():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+namespaces.become_root()
+sys.path.insert(0, "/")
+tree.lock_into(".")
+print("locked", flush=True)
+import planted"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == "locked\n" and done.returncode == 1, done.stderr
+    assert not (tmp_path / "imported").exists()
 
 
 @pytest.mark.parametrize(
