@@ -620,6 +620,8 @@ WORKSPACES = _of(
     ("ws_disk", "keeper.py", "elif self.measured > running.full_at:", "elif False:", f"{BOMB}[disk]"),
     ("ws_deleted_files", "tree.py", "total = sum(deleted.values())", "total = 0", f"{BOMB}[disk-in-deleted-files]"),
     ("ws_small_files", "tree.py", "max(SMALLEST_FILE, _blocks(entry))", "_blocks(entry)", f"{BOMB}[many-empty-files]"),
+    ("ws_host", "images.py", "Image(root, (etc, ", "Image(root, (",
+     "test_attacks.py::test_what_loads_the_programs_of_the_host_stays[the-loader's-list]"),
     ("ws_dies_with_keeper", "keeper.py", "        namespaces.end_with_parent(keeper)\n        namespaces.prctl",
      "        namespaces.prctl", "test_workspaces.py::test_a_killed_keeper_is_an_error_and_the_next_open_works"),
     ("ws_archives", "unpack.py", 'tree.lock_into(".")', "pass", "test_images.py::test_an_archive_does_not_write_outside"),

@@ -22,10 +22,11 @@ from typing import IO, Any
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.workspaces.keeper import program, remove
 from rl4llm.extensions.workspaces.namespaces import workspace_user
+from rl4llm.extensions.workspaces.tree import MERGED
 from rl4llm.extensions.workspaces.unpack import SHELL
 
 HOST_DIRECTORIES = ("usr", "etc", "proc", "dev", "root", "tmp", "var/tmp", "run", "home", "opt", "srv", "mnt")
-HOST_LINKS = ("bin", "sbin", "lib", "lib32", "lib64")
+HOST_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")  # into /usr, on most machines
 HOST_FILES = {
     "etc/passwd": "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n",
     "etc/group": "root:x:0:\nnogroup:x:65534:\n",
@@ -33,13 +34,8 @@ HOST_FILES = {
     "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 HOST_SHOWN = (
-    "/usr",
-    "/etc/alternatives",
-    "/etc/ssl/certs",
-    "/etc/ca-certificates",
-    "/etc/pki",
-    "/etc/ld.so.cache",
-)
+    "/usr", "/etc/alternatives", "/etc/ssl/certs", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
+)  # fmt: skip
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 CONTAINERS = ("podman", "docker")
@@ -92,28 +88,26 @@ def prepare(name: str) -> Image:
 
 
 def host() -> Image:
-    """Return the image that shows the machine's own /usr in an otherwise empty root."""
-    links = [(name, os.readlink(f"/{name}")) for name in HOST_LINKS if os.path.islink(f"/{name}")]
-    shown = [path for path in HOST_SHOWN if os.path.exists(path)]
-    shown += [
-        f"/{name}" for name in HOST_LINKS if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}")
-    ]
-    content = repr((HOST_DIRECTORIES, HOST_FILES, links, shown))
+    """Return the image that shows the machine's own /usr in an otherwise empty root.
 
-    root = _cached(hashlib.sha256(content.encode()).hexdigest(), lambda root: _fill_host(root, links, shown))
-    return Image(root, tuple((path, path) for path in shown), cwd="/root")
+    What loads its programs cannot be changed: /etc, and the directories that are links into /usr.
+    """
+    shown = [path for path in (*HOST_SHOWN, *HOST_LINKS) if os.path.exists(path)]
+    content = repr((HOST_DIRECTORIES, HOST_FILES, shown))
+
+    root = _cached(hashlib.sha256(content.encode()).hexdigest(), lambda root: _fill_host(root, shown))
+    etc = (f"{MERGED}/etc", "/etc")  # the workspace's, read-only
+    return Image(root, (etc, *((os.path.realpath(path), path) for path in shown)), cwd="/root")
 
 
-def _fill_host(root: Path, links: Sequence[tuple[str, str]], shown: Sequence[str]) -> None:
-    for place in (*HOST_DIRECTORIES, *shown):
-        directory = os.path.isdir(place) if place in shown else True
-        (root / place.strip("/")).mkdir(parents=True, exist_ok=True) if directory else (
-            root / place[1:]
-        ).touch()
+def _fill_host(root: Path, shown: Sequence[str]) -> None:
+    for name in (*HOST_DIRECTORIES, *(path[1:] for path in shown if os.path.isdir(path))):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    for path in shown:
+        if not os.path.isdir(path):
+            (root / path[1:]).touch()
     for name, text in HOST_FILES.items():
         (root / name).write_text(text)
-    for name, target in links:
-        (root / name).symlink_to(target)
     for name in ("tmp", "var/tmp"):
         (root / name).chmod(0o1777)
     own(root)

@@ -196,6 +196,30 @@ def test_hidden_tests_are_read_only_and_gone_afterwards(play, tmp_path):
     assert "test_x" not in second.output and (tmp_path / "tests" / "test_x.py").read_text() == "hidden"
 
 
+LOADERS = {
+    "the loader's list": "echo /root/x.so > /etc/ld.so.preload",
+    "the configuration of a library": "mkdir -p /etc/ssl; echo x > /etc/ssl/openssl.cnf",
+    "Python's modules of the machine": "mkdir -p /etc/python3.11; echo x > /etc/python3.11/sitecustomize.py",
+    "the directory of configurations": "mv /etc /etc2 && mkdir /etc",
+    "libraries": "mv /lib /lib2",
+    "the loader": "mv /lib64 /lib642",
+    "programs": "rm /bin; mkdir /bin/x",
+}
+
+
+@pytest.mark.parametrize("name", LOADERS, ids=hyphened)
+def test_what_loads_the_programs_of_the_host_stays(name, play):
+    """Otherwise programs of the next start, such as tests, would run code of the policy."""
+
+    async def scenario(workspace):
+        tried = await workspace.run(["sh", "-c", f"({LOADERS[name]}) && echo BROKEN"], wall_s=20)
+        return tried, await workspace.run(["ls", "/etc"], wall_s=20)
+
+    tried, after = play(scenario)
+    assert tried.code != 0 and "BROKEN" not in tried.output
+    assert after.code == 0 and "ld.so.preload" not in after.output
+
+
 IN_THE_WAY = {
     "a file": "echo x > /tests",
     "a link to the host": "mkdir -p /oldroot/tmp; ln -s /oldroot/tmp /tests",
