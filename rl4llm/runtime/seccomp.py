@@ -18,7 +18,7 @@ X32 = 0x40000000
 TIOCSTI = 0x5412
 MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 F_SETPIPE_SZ = 1031
-SOL_SOCKET, SO_SNDBUF = 1, 7
+SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = 1, 7, 8
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 
 # name: number on x86-64, on arm64; None where there is no such call
@@ -79,9 +79,9 @@ def seccomp_filter(
     anonymous = [_op(ANY_BIT, MAP_ANONYMOUS, 0, 2), _op(ANY_BIT, MAP_SHARED, 0, 1), refuse]
     program += _when(MMAP[column], [_op(LOAD, FOURTH_ARGUMENT), *anonymous])
     program += _when(FCNTL[column], [_op(LOAD, SECOND_ARGUMENT), _op(EQUAL, F_SETPIPE_SZ, 0, 1), refuse])
-    of_sockets = [_op(LOAD, SECOND_ARGUMENT), _op(EQUAL, SOL_SOCKET, 0, 3)]
-    sends_more = [_op(LOAD, THIRD_ARGUMENT), _op(EQUAL, SO_SNDBUF, 0, 1), refuse]
-    program += _when(SETSOCKOPT[column], [*of_sockets, *sends_more])
+    of_sockets = [_op(LOAD, SECOND_ARGUMENT), _op(EQUAL, SOL_SOCKET, 0, 4)]
+    holds_more = [_op(EQUAL, SO_SNDBUF, 1, 0), _op(EQUAL, SO_RCVBUF, 0, 1), refuse]
+    program += _when(SETSOCKOPT[column], [*of_sockets, _op(LOAD, THIRD_ARGUMENT), *holds_more])
     no_family = _op(RETURN, ERRNO | errno.EAFNOSUPPORT)
     families = (AF_UNIX, AF_INET, AF_INET6) if loopback else (AF_UNIX,)
     allowed = [_op(EQUAL, family, len(families) - position, 0) for position, family in enumerate(families)]

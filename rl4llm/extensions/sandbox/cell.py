@@ -266,9 +266,7 @@ class Cell:
         self._weighed = now
         pids = processes.descendants_of(self.process.pid)
         used, files = sum(map(processes.resident, pids)), 0
-        # A dead process that was not reaped does not show the sandbox.
-        inside = next((pid for pid in pids if os.access(f"/proc/{pid}/root", os.F_OK)), None)
-        if self._ready and LEVELS[self.place.level].own_files and inside is not None:
+        if self._ready and LEVELS[self.place.level].own_files and (inside := processes.first_alive(pids)):
             files, in_files = processes.files_of(inside)
             used += in_files + processes.in_sockets(inside)
         if used > self.limits.memory_bytes:

@@ -30,6 +30,7 @@ UNMEASURED_S, UNMEASURED_BYTES, UNMEASURED_FILES = (
     2000,
 )  # until then the whole disk may lose this much
 RESERVE_BYTES = 256 << 20  # free space of the machine's disk, below which workspaces end
+FILE_BYTES = 1024  # of the kernel's memory, for a file in memory
 HELPER_S, COMPARED_S, ARCHIVE_S = 30, 10, 3600
 SHORT = "/sys"  # where a holder sees the workspace's directory, whose real path it may not enter
 LOCK = "lock"
@@ -264,7 +265,10 @@ class Holder:
         running = self.running
         assert running is not None
         pids = processes.descendants_of(running.pid)
-        used = sum(map(processes.resident, pids)) + (processes.in_sockets(pids[-1]) if pids else 0)
+        inside = processes.first_alive(pids)
+        files, in_files = processes.files_of(inside, ["dev/shm"])
+        used = sum(map(processes.resident, pids)) + processes.in_sockets(inside)
+        used += in_files + files * FILE_BYTES
         if used > self.order["memory_bytes"]:
             self._kill(f"all its processes held more than {self.order['memory_bytes']} bytes of memory")
         elif self.measured > running.full_at:

@@ -102,6 +102,8 @@ broken = shell('./id -u').strip() != '0' or 'CapEff:\\t0000000000000000' not in 
     "hides memory in a mapping of /dev/zero":
         "import mmap\nbroken = worked(lambda: mmap.mmap(os.open('/dev/zero', os.O_RDWR), 1 << 20))",
     "hides memory in segments": "broken = call(29, 0, 1 << 20, 0o1600)",
+    "raises the buffer of a socket": "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        "broken = any(worked(lambda: s.setsockopt(1, name, 1 << 22)) for name in (socket.SO_SNDBUF, socket.SO_RCVBUF))",
     "fills /dev/shm": "broken = worked(lambda: [open(f'/dev/shm/{n}', 'wb').write(bytes(1 << 20)) for n in range(128)])",
     "fills /dev": "broken = worked(lambda: open('/dev/file', 'wb'))",
 }  # fmt: skip
