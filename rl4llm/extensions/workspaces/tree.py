@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rl4llm.runtime.processes import tasks_of
+
 MERGED, UPPER, LOWER = "merged", "upper", "lower"
 SMALLEST_FILE = 4096  # bytes that every entry counts, so that empty files are bounded too
 LONGEST_DIFF = 128 * 1024  # bytes of a file that is compared line by line
@@ -20,6 +22,7 @@ MOST_LINES = 3000
 DEEPEST = 100  # levels of directories that are compared
 NULL = "/dev/null"
 OPAQUE = "user.overlay.opaque"
+File = tuple[int, int]  # its device and inode
 Place = tuple[str, bool]  # of something mounted: its path, and whether it is a directory
 
 
@@ -112,14 +115,11 @@ def _create(path: str, *, directory: bool) -> None:
 
 def size(pids: Sequence[int], most: int) -> int:
     """Return the bytes that a workspace holds on the disk, deleted files that are open too; it stops above `most`."""
-    deleted = {}
-    for pid in pids:
-        with suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
-                with suppress(OSError):
-                    state = os.stat(entry.path)
-                    if state.st_nlink == 0 and stat.S_ISREG(state.st_mode):
-                        deleted[state.st_dev, state.st_ino] = state.st_blocks * 512
+    tasks = [task for pid in pids for task in tasks_of(pid)]
+    deleted: dict[File, int] = {}
+    for file, used in (mapping for task in tasks for mapping in _mapped(task)):
+        deleted[file] = max(used, deleted.get(file, 0))
+    deleted |= dict(entry for task in tasks for entry in _opened(task))
     total = sum(deleted.values())
     lock_into(".")
     directories = [
@@ -136,6 +136,27 @@ def size(pids: Sequence[int], most: int) -> int:
             directories.append(iter([entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]))
             total += sum(max(SMALLEST_FILE, _blocks(entry)) for entry in entries)
     return total
+
+
+def _opened(task: str) -> Iterator[tuple[File, int]]:
+    """Yield each deleted file that a thread has open, with its bytes."""
+    with suppress(OSError):
+        for entry in os.scandir(f"{task}/fd"):
+            with suppress(OSError):
+                state = os.stat(entry.path)
+                if state.st_nlink == 0 and stat.S_ISREG(state.st_mode):
+                    yield (state.st_dev, state.st_ino), state.st_blocks * 512
+
+
+def _mapped(task: str) -> Iterator[tuple[File, int]]:
+    """Yield each deleted file in a mapping, with its bytes as far as it is mapped."""
+    with suppress(OSError), open(f"{task}/maps", "rb") as lines:
+        for line in lines:
+            if line.endswith(b" (deleted)\n"):
+                places, _, offset, device, inode, _ = line.split(None, 5)
+                start, end = (int(place, 16) for place in places.split(b"-"))
+                major, minor = (int(part, 16) for part in device.split(b":"))
+                yield (os.makedev(major, minor), int(inode)), int(offset, 16) + end - start
 
 
 def _blocks(entry: os.DirEntry[str]) -> int:

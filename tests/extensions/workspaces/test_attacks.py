@@ -81,12 +81,53 @@ import os, time
 for _ in range(4): os.fork()
 x = bytearray(b'x') * (20 << 20)
 time.sleep(60)""",
+    "memory behind a main thread that ended": """
+import ctypes, threading, time
+def hog():
+    time.sleep(0.3)
+    x = []
+    while True: x.append(bytearray(b'x') * (8 << 20))
+threading.Thread(target=hog).start()
+ctypes.CDLL(None).syscall(60, 0)""",
+    "memory of page tables": """
+import mmap, time
+m = mmap.mmap(-1, 200 << 30, 0x4022, mmap.PROT_READ)
+for place in range(0, len(m), 2 << 20): m[place]
+time.sleep(60)""",
+    "memory of empty files": "n = 0\nwhile True:\n n += 1\n open(f'/dev/shm/{n}', 'w')",
+    "memory of sockets beside a zombie": """
+import os, socket, time
+os.fork() or os._exit(0)
+listener, pairs = socket.create_server(('127.0.0.1', 0)), []
+for _ in range(1000):
+    pairs += [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+    for end in pairs[-2:]:
+        end.setblocking(False)
+        try:
+            while True: end.send(bytes(1 << 16))
+        except BlockingIOError: pass
+time.sleep(60)""",
     "disk": "n = 0\nwhile True:\n n += 1\n open(f'f{n}', 'wb').write(bytes(4 << 20))",
     "disk in deleted files": """
 import os, time
 n = 0
 while True:
     n += 1; f = open(f'f{n}', 'wb'); f.write(bytes(4 << 20)); f.flush(); os.remove(f'f{n}'); globals()[f'k{n}'] = f""",
+    "disk in deleted files of a thread": """
+import ctypes, os, threading, time
+def hog():
+    time.sleep(0.3)
+    n, x = 0, []
+    while True: n += 1; x.append(open('f', 'wb')); x[-1].write(bytes(4 << 20)); x[-1].flush(); os.remove('f')
+threading.Thread(target=hog).start()
+ctypes.CDLL(None).syscall(60, 0)""",
+    "disk in deleted files that are mapped": """
+import mmap, os
+x = []
+while True:
+    with open('f', 'w+b') as f: f.write(bytes(4 << 20)); f.flush(); x.append(mmap.mmap(f.fileno(), 4 << 20))
+    os.remove('f')
+    os.closerange(3, 1000)""",
     "many empty files": "n = 0\nwhile True:\n n += 1\n open(f'f{n}', 'wb')",
 }
 
