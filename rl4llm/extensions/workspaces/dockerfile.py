@@ -93,7 +93,8 @@ def _planned(name: str, context: Path) -> Build:
         elif word == "FROM" and plan is None:
             source = _expand(rest.split()[0], arguments)
             below = images.empty() if source == "scratch" else images.prepare(_local(name, context, source))
-            plan = Build(below, dict(below.environment), {}, below.cwd)
+            path = {"PATH": images.ENVIRONMENT["PATH"]}
+            plan = Build(below, {**path, **below.environment}, {}, below.cwd)
         elif plan is None or not _follow(plan, word, rest):
             raise ConfigError(f"workspace.image={name!r}: {word} {rest[:60]} needs podman or docker.")
     if plan is None:

@@ -36,6 +36,10 @@ HOST_FILES = {
 HOST_SHOWN = (
     "/usr", "/etc/alternatives", "/etc/ssl/certs", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
 )  # fmt: skip
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8",
+    "TERM": "dumb",
+}  # fmt: skip
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 CONTAINERS = ("podman", "docker")

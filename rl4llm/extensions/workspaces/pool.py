@@ -30,10 +30,6 @@ ENGINES = ("auto", "bubblewrap")
 PLACE_CHECK_S = 0.01
 ZERO_BYTES = 1 << 40
 BUILD_BYTES = 64 << 30  # that a Dockerfile may add
-ENVIRONMENT = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8",
-    "TERM": "dumb",
-}  # fmt: skip
 
 
 class Workspaces:
@@ -154,7 +150,7 @@ class Workspaces:
                 keeper.send(order, reply, theirs.fileno())
         finally:
             os.close(reply)
-        variables = {**ENVIRONMENT, **(proxy_environment(proxy) if proxy else {}), **image.environment}
+        variables = {**images.ENVIRONMENT, **(proxy_environment(proxy) if proxy else {}), **image.environment}
         workspace = Workspace(
             ours, gone, directory, (variables, image.cwd), self._output_bytes, _bring, release
         )

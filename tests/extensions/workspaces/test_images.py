@@ -235,6 +235,13 @@ def test_a_dockerfile_is_built_without_docker(play, context, no_containers, tmp_
     assert len(list((tmp_path / "cache" / "images").iterdir())) == trees == 2  # the base and the result
 
 
+def test_a_dockerfile_extends_the_path_of_every_program(play, context, no_containers):
+    with open(context / "Dockerfile", "a") as file:
+        file.write("ENV PATH=/opt/x:$PATH\nRUN touch found\n")
+    result = play(sh("echo $PATH; ls found"), image=str(context))
+    assert result.output.startswith("/opt/x:/") and ":/bin" in result.output and "found" in result.output
+
+
 EVIL = """
 #include <fcntl.h>
 __attribute__((constructor)) static void run(void) { open("/data/PWNED", O_CREAT | O_WRONLY, 0644); }
