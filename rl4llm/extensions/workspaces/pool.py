@@ -221,11 +221,13 @@ class _Keeper:
 
 
 def _sweep() -> None:
-    """Remove the directories of pools whose processes were all killed."""
+    """Remove the directories of this user's pools whose processes were all killed."""
     for base in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError), open(base / LOCK) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(str(base))
+        with suppress(OSError):
+            if base.lstat().st_uid == os.getuid():
+                with open(base / LOCK) as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(str(base))
 
 
 async def _bring(source: Path, target: Path) -> None:
