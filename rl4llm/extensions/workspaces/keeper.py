@@ -29,7 +29,7 @@ UNMEASURED_S, UNMEASURED_BYTES, UNMEASURED_FILES = (
     8 << 20,
     2000,
 )  # until then the whole disk may lose this much
-RESERVE_BYTES = 256 << 20  # free space of the machine's disk, below which workspaces end
+RESERVE_BYTES, RESERVE_FILES = 256 << 20, 10_000  # free on the machine's disk, below which workspaces end
 FILE_BYTES = 1024  # of the kernel's memory, for a file in memory
 HELPER_S, COMPARED_S, ARCHIVE_S = 30, 10, 3600
 SHORT = "/sys"  # where a holder sees the workspace's directory, whose real path it may not enter
@@ -273,8 +273,8 @@ class Holder:
             self._kill(f"all its processes held more than {self.order['memory_bytes']} bytes of memory")
         elif self.measured > running.full_at:
             self._kill(f"its files held more than {self.order['disk_bytes']} bytes of the disk")
-        elif _free(SHORT)[0] < RESERVE_BYTES:
-            running.failure = f"disk: the machine has less than {RESERVE_BYTES} bytes free"
+        elif (free := _free(SHORT))[0] < RESERVE_BYTES or free[1] < RESERVE_FILES:
+            running.failure = f"disk: the machine has {free[0]} bytes and {free[1]} files free, too few"
             self._kill("")
         else:
             self._measure(pids)
@@ -403,4 +403,7 @@ def _late(*_: object) -> None:
 def _free(path: str) -> tuple[int, int]:
     """Return how many bytes and files the disk of a path has free."""
     disk = os.statvfs(path)
-    return disk.f_bavail * disk.f_frsize, disk.f_ffree
+    return (
+        disk.f_bavail * disk.f_frsize,
+        disk.f_favail if disk.f_files else sys.maxsize,
+    )  # without a limit of files

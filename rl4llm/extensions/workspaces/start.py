@@ -43,6 +43,7 @@ class Running:
     full_at: int  # bytes of the disk, above which it ends
     reason: str = ""  # the limit that ended it
     failure: str = ""  # the machine's fault that ended it
+    oom_kills: int = 0  # of the machine, before it began
     _reply: int = -1
     _status: int = -1
     _ready: int = -1  # has a byte until all mounts are made
@@ -59,6 +60,8 @@ class Running:
         message: dict[str, Any] = {"code": KILLED if code is None else code, "reason": self.reason}
         if failure := self.failure or next((event["failure"] for event in events if "failure" in event), ""):
             message = {"error": failure}
+        elif code and not killed and oom_kills() > self.oom_kills:
+            message = {"error": "memory: the machine ran out of memory, and the kernel killed a process"}
         elif code is None and not killed:
             message = {"error": "start: bwrap failed"}
         with open(self._reply, "wb") as file:
@@ -68,6 +71,7 @@ class Running:
 def launch(holder: Holder, order: dict[str, Any], reply: int, streams: Sequence[int]) -> Running:
     """Start the program of an order. Raises OSError if it cannot be prepared."""
     words, created = _arranged(holder, order)
+    kills = oom_kills()
     status, write_status = os.pipe()
     ready, write_ready = os.pipe()
     os.write(write_ready, b"+")
@@ -86,7 +90,9 @@ def launch(holder: Holder, order: dict[str, Any], reply: int, streams: Sequence[
         os.close(descriptor)
     limit = holder.order["disk_bytes"]
     full_at = limit if holder.measured <= limit else min(holder.measured + limit // GRACE, 2 * limit)
-    return Running(order["number"], pid, created, full_at, _reply=reply, _status=status, _ready=ready)
+    return Running(
+        order["number"], pid, created, full_at, oom_kills=kills, _reply=reply, _status=status, _ready=ready
+    )
 
 
 def _arranged(holder: Holder, order: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -122,6 +128,12 @@ def _become(
             os.set_inheritable(descriptor, descriptor in (0, 1, 2, *options.values()))
     described = [str(word) for option in options.items() for word in option]
     os.execv(limits["bwrap"], ["bwrap", *ALL, *described, *words])
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed because memory ran out."""
+    with open("/proc/vmstat") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
 
 
 def find_bwrap() -> str | None:

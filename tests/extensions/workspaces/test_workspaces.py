@@ -1,6 +1,7 @@
 """Workspaces as their callers use them, and that nothing is left of them."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,9 @@ import pytest
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.workspaces import WorkspaceError, Workspaces
+from rl4llm.extensions.workspaces import pool as pool_module
 from rl4llm.extensions.workspaces.namespaces import workspace_user
+from rl4llm.extensions.workspaces.start import Running, oom_kills
 
 ROOT = str(Path(__file__).parents[3])
 
@@ -225,6 +228,57 @@ def test_close_removes_files_without_permissions(pool):
     assert asyncio.run(scenario()) == []
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root makes files of another user")
+@pytest.mark.parametrize("lock", ["fifo", "file"])
+def test_directories_of_other_users_are_left_alone(lock, tmp_path, monkeypatch):
+    base = tmp_path / f"{pool_module.PREFIX}x"
+    base.mkdir()
+    os.mkfifo(base / "lock") if lock == "fifo" else (base / "lock").touch()
+    os.chown(base, 65534, 65534)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sweeping = threading.Thread(target=pool_module._sweep, daemon=True)
+    sweeping.start()
+    sweeping.join(10)
+    assert not sweeping.is_alive() and base.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "before", "key"), [(1, 0, "code"), (1, 1, "error"), (0, 1, "code"), (137, 1, "error")]
+)
+def test_a_program_beside_a_kill_for_memory_has_no_verdict(code, before, key):
+    """The kernel's count of kills has grown since the start by `before`."""
+    (status, events), (ready, mounted), (end, reply) = os.pipe(), os.pipe(), os.pipe()
+    os.write(events, json.dumps({"exit-code": code}).encode())
+    for descriptor in (events, mounted):
+        os.close(descriptor)
+    running = Running(1, 0, [], 0, _reply=reply, _status=status, _ready=ready, oom_kills=oom_kills() - before)
+    running.finish(killed=False)
+    with open(end) as file:
+        assert key in json.loads(file.read())
+
+
+def test_a_disk_without_free_inodes_is_the_machines_fault(_walls, tmp_path, monkeypatch):
+    command = ["mount", "-t", "tmpfs", "-o", "nr_inodes=5000", "none", tmp_path]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool = Workspaces()
+
+    async def scenario():
+        workspace = await pool.open()
+        try:
+            return await workspace.run(["sh", "-c", "sleep 2; exit 1"], wall_s=30)
+        finally:
+            await workspace.close()
+
+    try:
+        with pytest.raises(WorkspaceError, match="disk"):
+            asyncio.run(scenario())
+    finally:
+        pool.close()
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_an_unprivileged_user_has_workspaces_too(_walls):
     python = "/usr/bin/python3"
@@ -261,7 +315,7 @@ def test_root_has_a_user_for_workspaces_in_a_small_container():
     assert workspace_user("0 1000 1") == 0
 
 
-@pytest.mark.parametrize("options", [{"image": "./nothing"}, {"engine": "chroot"}, {"count": 0}])
+@pytest.mark.parametrize("options", [{"image": "./nothing"}, {"count": 0}])
 def test_a_wrong_option_is_refused_before_anything_starts(options):
     with pytest.raises(ConfigError):
         Workspaces(**options)
