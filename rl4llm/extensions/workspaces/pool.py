@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from rl4llm.core.errors import ConfigError, unknown
+from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import Count, checked
 from rl4llm.extensions.workspaces import dockerfile, images
 from rl4llm.extensions.workspaces.keeper import LOCK, program, remove
@@ -26,7 +26,6 @@ from rl4llm.extensions.workspaces.start import ZERO, find_bwrap
 from rl4llm.extensions.workspaces.workspace import ANSWER_S, Workspace, WorkspaceError, message, reader, send
 
 PREFIX = "rl4llm-workspaces-"
-ENGINES = ("auto", "bubblewrap")
 PLACE_CHECK_S = 0.01
 ZERO_BYTES = 1 << 40
 BUILD_BYTES = 64 << 30  # that a Dockerfile may add
@@ -38,7 +37,6 @@ class Workspaces:
     Args:
         image: "host" for the machine's own /usr, a directory, a tar of a file system (also compressed), a directory with an
             OCI layout or with a Dockerfile, or a name that podman or docker knows.
-        engine: "auto" or "bubblewrap", which isolates programs with user namespaces.
         network: names of hosts that programs reach over HTTP and HTTPS, through a proxy that is announced to them.
         mounts: directories of the host that are bound read-only, "DIR" at the same place or "DIR:PLACE".
         memory_bytes: memory of all processes of a workspace together.
@@ -55,7 +53,6 @@ class Workspaces:
         self,
         *,
         image: str = "host",
-        engine: str = "auto",
         network: Sequence[str] = (),
         mounts: Sequence[str] = (),
         memory_bytes: Count = 1 << 30,
@@ -64,8 +61,6 @@ class Workspaces:
         output_bytes: Count = 1 << 16,
         count: Count = 16,
     ):
-        if engine not in ENGINES:
-            raise ConfigError(unknown("workspace.engine", engine, ENGINES))
         self.image = image
         if (bwrap := find_bwrap()) is None:
             raise ConfigError("env.workspace needs bubblewrap. Install it: apt-get install bubblewrap.")
