@@ -19,15 +19,8 @@ from rl4llm.extensions.workspaces import images
 from rl4llm.extensions.workspaces.images import Image
 from rl4llm.extensions.workspaces.workspace import Workspace
 
-IGNORED = {
-    "CMD",
-    "ENTRYPOINT",
-    "LABEL",
-    "EXPOSE",
-    "MAINTAINER",
-    "HEALTHCHECK",
-    "STOPSIGNAL",
-}  # not of the tree
+# what changes no file
+IGNORED = {"CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL"}
 BUILD_S = 3600.0
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
 

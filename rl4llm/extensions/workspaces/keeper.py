@@ -24,11 +24,8 @@ from rl4llm.runtime import processes
 PARENT_CHECK_S = 1.0
 WATCHED_EVERY_S, CLOSELY_S = 0.25, 0.05
 MEASURED_EVERY_S, MEASURED_SHARE = 0.5, 10  # a measurement of the disk may take one tenth of the time
-UNMEASURED_S, UNMEASURED_BYTES, UNMEASURED_FILES = (
-    5.0,
-    8 << 20,
-    2000,
-)  # until then the whole disk may lose this much
+# until the next measurement the whole disk may lose this much
+UNMEASURED_S, UNMEASURED_BYTES, UNMEASURED_FILES = 5.0, 8 << 20, 2000
 RESERVE_BYTES, RESERVE_FILES = 256 << 20, 10_000  # free on the machine's disk, below which workspaces end
 FILE_BYTES = 1024  # of the kernel's memory, for a file in memory
 HELPER_S, COMPARED_S, ARCHIVE_S = 30, 10, 3600

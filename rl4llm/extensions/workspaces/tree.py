@@ -122,9 +122,8 @@ def size(pids: Sequence[int], most: int) -> int:
     deleted |= dict(entry for task in tasks for entry in _opened(task))
     total = sum(deleted.values())
     lock_into(".")
-    directories = [
-        iter([UPPER])
-    ]  # one for each level below /: a path may become longer than the kernel accepts
+    # one for each level below /: a path may become longer than the kernel accepts
+    directories = [iter([UPPER])]
     while directories and total <= most:
         if (name := next(directories[-1], None)) is None:
             directories.pop()
@@ -215,11 +214,8 @@ def _kind(path: str) -> str:
         return "nothing"
     if stat.S_ISLNK(mode):
         return f"a link to {_shown(os.readlink(path))}"
-    kinds = {
-        stat.S_IFREG: "file",
-        stat.S_IFDIR: "directory",
-        stat.S_IFCHR: "nothing",
-    }  # overlayfs marks deleted files so
+    # overlayfs marks deleted files by devices
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFCHR: "nothing"}
     return kinds.get(stat.S_IFMT(mode), "a special file")
 
 
