@@ -31,8 +31,11 @@ from rl4llm.extensions.workspaces import Program, Workspace, WorkspaceError, Wor
 NOTE_CHARS = 200  # at most, behind an output and in it
 EPISODE_S = 3600.0  # for a command, the opening of its workspace included
 START = "if command -v bash >/dev/null 2>&1; then exec bash; else exec sh; fi"
-BLOCK = re.compile(r"^(`{3,}|~{3,})[ \t]*(?:sh|bash|shell)?[ \t]*\n(.*?)(?:^\1[`~]*[ \t]*$|\Z)", re.M | re.S)
+BLOCK = re.compile(
+    r"^(`{3,}|~{3,})[ \t]*(?:(?:sh|bash|shell)[ \t]*)?\n(.*?)(?:^\1[`~]*[ \t]*$|\Z)", re.M | re.S
+)
 EXIT = re.compile(r"(?:\A|[;&|\n(])\s*exit(?:\s+\d+)?[\s;)]*\Z")
+CODE = re.compile(rb"(\d{1,3})\n|.{0,3}\n|.{4}", re.S)  # or what stands in its place
 CHUNK = 1 << 16
 COUNTS = ("tool_calls", "tool_errors", "commands", "exit_errors", "timeouts")
 
@@ -101,8 +104,11 @@ class Shell:
         return str(program.reason)
 
     async def _read(self, stream: asyncio.StreamReader, kept: Kept, mark: bytes) -> int | None:
-        """Read up to the line with the mark and return the exit code in it; None if the shell ends before."""
-        while (place := self._rest.find(mark)) < 0 or b"\n" not in self._rest[place:]:
+        """Read up to the line with the mark and return the exit code in it.
+
+        Return None if the shell ends before, or writes anything but a code: a function of the policy replaced a command.
+        """
+        while (place := self._rest.find(mark)) < 0 or not (end := CODE.match(self._rest, place + len(mark))):
             safe = place if place >= 0 else max(0, len(self._rest) - len(mark))
             kept.add(self._rest[:safe])
             self._rest = self._rest[safe:]
@@ -111,8 +117,8 @@ class Shell:
                 return None
             self._rest += chunk
         kept.add(self._rest[:place])
-        code, _, self._rest = self._rest[place + len(mark) :].partition(b"\n")
-        return int(code)
+        self._rest = self._rest[end.end() :]
+        return int(end[1]) if end[1] else None
 
 
 class Kept:
@@ -156,6 +162,11 @@ def fenced(text: str) -> Iterator[ToolCall]:
     """Yield a call of the shell with the code of all blocks of a reply; blocks of other languages are text."""
     if commands := [block[2] for block in BLOCK.finditer(text) if block[2].strip()]:
         yield ToolCall("shell", {"command": "".join(commands)})
+
+
+def exits(command: str) -> bool:
+    """Return whether a command ends with `exit`; its last characters tell, so that spaces cost no more than their number."""
+    return EXIT.search(command.rstrip()[-40:]) is not None
 
 
 FENCED = CallFormat(fenced, example="```sh\nf x\n```")
@@ -258,7 +269,7 @@ class ShellEnv(ToolMDPEnv):
         counts = sample.extras["metrics"]
         events = ("commands", True), ("exit_errors", outcome.code), ("timeouts", outcome.end == "timeout")
         counts |= {name: counts.get(name, 0) + bool(happened) for name, happened in events}
-        if outcome.end == "ended" and EXIT.search(command):
+        if outcome.end == "ended" and exits(command):
             sample.extras["exit"] = True
         return self._told(outcome)
 

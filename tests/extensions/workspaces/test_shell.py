@@ -4,6 +4,7 @@ import asyncio
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -149,6 +150,15 @@ def test_output_cannot_forge_the_end_of_a_command(forgery, run):
     assert marks <= {2 * FORGED}
 
 
+@pytest.mark.parametrize(
+    "text", [r"'x\n'", r"'-1\n'", r"'7777777\n'", r"' 7\n'", "7777", "7; exec cat /dev/zero"]
+)
+def test_an_end_without_an_exit_code_ends_the_shell(text, run):
+    forgery = f"""command() {{ printf '%s%s ' "$3" "$4"; printf {text}; }}"""
+    outcomes = run(forgery, "echo after", command_s=10)
+    assert [outcome[1:] for outcome in outcomes] == [(None, "ended"), (0, "")]
+
+
 def test_background_processes_run_on_until_the_shell_ends(run):
     beat = "(while :; do date +%N > /tmp/beat; sleep 0.05; done) &"
     (_, _, _), first, second = run(beat, "sleep 0.2; cat /tmp/beat; sleep 0.3", "cat /tmp/beat")
@@ -163,6 +173,16 @@ def test_blocks_of_a_reply_are_one_command():
     assert command("```python\nprint(1)\n```") == command("no block") == command("```sh\n\n```") == []
     assert command("```\nls -l") == ["ls -l"]
     assert command("````sh\ncat > a.md <<E\n```\nE\n````") == ["cat > a.md <<E\n```\nE\n"]
+
+
+@pytest.mark.parametrize(
+    "text", ["'```' + 10**6 * ' ' + 'x'", "'exit' + 10**6 * '\\n' + 'x'", "10**6 * ' ;'"]
+)
+def test_spaces_in_a_reply_take_linear_time(text):
+    code = (
+        f"from rl4llm.extensions.workspaces.shell import exits, fenced; list(fenced({text})); exits({text})"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)  # a square would take many minutes
 
 
 @pytest.fixture
