@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -13,12 +14,14 @@ from rl4llm.extensions.tasks.verdict import LOGS, REPORTS, REWARDS, Verdict, rea
 
 READ_BYTES = 1 << 24
 CLEAR_S = 60.0
+FRESH = {"PYTHONNOUSERSITE": "1", "HOME": "/logs/home"}  # not the episode's settings and packages
+STARTS = 'command -v "$1"'
 CLEAR = f"""
 chmod u+w /
 for name in tests logs; do
     if [ -e /$name ] || [ -L /$name ]; then mv /$name /.$2-$name || exit 1; fi
 done
-mkdir -p {LOGS} && command -v "$1"
+mkdir -p {LOGS} {FRESH["HOME"]} && {STARTS}
 """
 """Moves away what an episode has put where tests are bound and write, such as links, locked directories and rewards.
 
@@ -43,6 +46,13 @@ class Tasks:
         workspace = await self._workspaces.open(task.image, sockets=sockets)
         workspace.environment = {**workspace.environment, **task.env}
         workspace.cwd = task.workdir or workspace.cwd
+        try:
+            words = ["sh", "-c", STARTS, "sh", task.test.words[0]]
+            if (await workspace.run(words, wall_s=CLEAR_S)).code != 0:  # later it may be the episode's fault
+                raise DataError(f"{columns['task']}: the image cannot start its tests with {words[-1]}.")
+        except BaseException:
+            await workspace.close()
+            raise
         return workspace
 
     async def solve(self, columns: Mapping[str, Any], workspace: Any) -> None:
@@ -52,19 +62,16 @@ class Tasks:
             await _run(workspace, task.solution)
 
     async def grade(self, columns: Mapping[str, Any], workspace: Any) -> Verdict:
-        """Run the task's tests in the workspace of an episode; tests that take too long give 0.
+        """Run the task's tests in the workspace of an episode; tests that take too long or cannot start any more give 0.
 
         Raises DataError for tests that are broken, and the workspace's error where it does not work.
         """
         task = read_task(Path(columns["task"]))
-        cleared = await workspace.run(
-            ["sh", "-c", CLEAR, "sh", task.test.words[0], token_hex(8)], wall_s=CLEAR_S
-        )
+        words = ["sh", "-c", CLEAR, "sh", task.test.words[0], token_hex(8)]
+        cleared = await workspace.run(words, wall_s=CLEAR_S)
         if cleared.code != 0:
-            raise DataError(
-                f"{columns['task']}: its tests cannot start after the episode: {cleared.output[-200:]}"
-            )
-        result = await _run(workspace, task.test)
+            return Verdict(0.0, output=cleared.output)
+        result = await _run(workspace, replace(task.test, env={**FRESH, **task.env, **task.test.env}))
         if result.timed_out:
             return Verdict(0.0, output=result.output)
         files = {name: await workspace.read(f"{LOGS}/{name}", READ_BYTES) for name in (*REWARDS, *REPORTS)}

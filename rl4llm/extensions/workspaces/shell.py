@@ -266,6 +266,9 @@ class ShellEnv(ToolMDPEnv):
         except (WorkspaceError, ConfigError) as error:  # the latter for an image
             sample.fail(str(error), "env/workspace")
             return ""
+        except DataError as error:
+            sample.fail(str(error), "env/task")
+            return ""
         counts = sample.extras["metrics"]
         events = ("commands", True), ("exit_errors", outcome.code), ("timeouts", outcome.end == "timeout")
         counts |= {name: counts.get(name, 0) + bool(happened) for name, happened in events}

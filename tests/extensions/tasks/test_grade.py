@@ -48,6 +48,25 @@ def test_what_an_episode_prepares_does_not_count(tmp_path, attack):
     assert graded(task, attack).reward == 0
 
 
+LOST = ["rm /lib64", "rm -rf /bin", "rm -rf /lib", "mv /lib /lib0"]
+
+
+@pytest.mark.parametrize("attack", LOST)
+def test_an_episode_that_breaks_its_tests_gets_0(tmp_path, attack):
+    assert graded(write_task(tmp_path), attack).reward == 0
+
+
+def test_tests_have_a_new_home_unless_the_task_names_one(tmp_path):
+    test = "python3 -c 'print(1)'; ls -A $HOME; cat ~/seen; exit 1\n"
+    user = "$(python3 -c 'import site; print(site.getusersitepackages())')"
+    code = f"mkdir -p {user}; echo 'print(2)' > {user}/usercustomize.py; echo 3 > ~/seen"
+    task = write_task(tmp_path / "a", TERMINAL_BENCH, **{"run-tests.sh": test})
+    assert graded(task, code).output.startswith("1\ncat: ")
+    toml = HARBOR["task.toml"].replace("[agent]", "env = {HOME = '/root'}\n[agent]")
+    task = write_task(tmp_path / "b", task_toml=toml, tests_test_sh=test)
+    assert graded(task, code).output.endswith("3\n")
+
+
 def test_a_forged_exit_code_needs_no_reward_file(tmp_path):
     task = write_task(tmp_path, TERMINAL_BENCH)
     assert graded(task, "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt").reward == 0
@@ -112,6 +131,8 @@ def test_tests_that_cannot_start_fail_the_sample(tmp_path):
     task = write_task(tmp_path, tests_test_sh="#!/no/such/shell\nexit 1\n")
     with pytest.raises(RL4LLMError):
         graded(task)
+    with pytest.raises(DataError):  # before the episode
+        graded(task, "mkdir -p /no/such; cp /bin/sh /no/such/shell")
 
 
 def test_a_task_has_its_own_image_variables_and_directory(tmp_path):
