@@ -17,24 +17,33 @@ from typing import Any
 from rl4llm.core.errors import DataError
 from rl4llm.data.read import read_rows
 
+CONFIGS = (
+    "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml",
+)  # fmt: skip
+"""Files that give pytest code and options."""
+
+SHADOWS = ("pytest", "pytest.py", "_pytest", "_pytest.py")  # of ``python -m pytest``
 OF_ROWS = (LookupError, TypeError, ValueError, AttributeError, OSError)
 FORM = {
     "task.toml": 'version = "1.0"\nagent.timeout_sec = 1800.0\nverifier.timeout_sec = 1800.0\n',
     "environment/Dockerfile": "FROM {image}\nCOPY repo.tar /tmp/\n"
-    "RUN mkdir -p /testbed && tar -xf /tmp/repo.tar -C /testbed && rm /tmp/repo.tar\nWORKDIR /testbed\n",
+    "RUN mkdir -p /testbed && tar -xf /tmp/repo.tar -C /testbed && rm /tmp/repo.tar\nWORKDIR /testbed\n"
+    "RUN {command} --version\n",
     "solution/solve.sh": "cd /testbed && git apply --whitespace=nowarn {reverse} /solution/solution.patch\n",
-    "tests/test.sh": """cd /testbed && {command} --version || exit 1
-chmod -R u+rwX .
-find . '(' -name conftest.py -o -name __pycache__ ')' -prune -exec rm -rf '{{}}' +
-rm -rf {removed}
-for folder in {folders}; do [ ! -L "$folder" ] || rm "$folder"; done
-tar -xf /tests/files.tar --recursive-unlink || exit 1
+    "tests/test.sh": """cd /testbed && chmod -R u+rwX .
+find . '(' -name __pycache__ -o -name {configs} ')' -prune -exec rm -rf '{{}}' +
+rm -rf {removed} {above}
+for folder in {folders}; do [ ! -L "$folder" ] && [ -d "$folder" ] || rm -f "$folder"; done
 log=/logs/verifier/junit.xml
-{command} -p no:cacheprovider --rootdir . --junitxml $log {names} && ! grep -q 'type="pytest.skip"' $log
+tar -xf /tests/files.tar --recursive-unlink &&
+{command} -p no:cacheprovider --rootdir . --junitxml $log {names} &&
+[ "$(grep -o '<testcase ' $log | wc -l)" -ge {count} ] && ! grep -q '{skipped}' $log
 echo $((! $?)) > /logs/verifier/reward.txt
 """,
 }
-"""The files of a task. Its tests are those of the solution, with every conftest.py; one that is skipped has not passed."""
+"""The files of a task. Its tests, with what configures pytest, are those of the solution; one that is skipped, or not in the
+report, has not passed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +93,16 @@ class Importer:
             _pack(repo, [file for file in files if (repo / file).is_file()], task / "tests/files.tar")
             lists = {
                 "names": names,
-                "removed": [file for file in files if not (repo / file).exists()],
+                "above": [f"/{name}" for name in CONFIGS],
+                "removed": [file for file in (*files, *SHADOWS) if not (repo / file).exists()],
                 "folders": sorted({str(folder) for file in files for folder in PurePosixPath(file).parents}),
             }
             values = {name: shlex.join(words) for name, words in lists.items()}
             values |= {"image": self.image, "command": self.command, "reverse": "" if commit else "-R"}
+            values |= {"count": str(len(set(names))), "configs": " -o -name ".join(CONFIGS)}
+            # A test that fails as expected has passed, but only tests may expect it.
+            expects = re.search(rb"\bxfail\b", (task / "tests/files.tar").read_bytes())
+            values["skipped"] = 'type="pytest.skip"' if expects else "<skipped"
             texts = {file: text.format(**values) for file, text in FORM.items()}
             texts |= {"instruction.md": row["problem_statement"], "solution/solution.patch": row["patch"]}
             for file, text in texts.items():
@@ -141,13 +155,13 @@ def _pack(repo: Path, names: Sequence[str], file: Path) -> None:
 
 
 def _test_files(repo: Path, patch: str, names: Sequence[str]) -> list[str]:
-    """Patch the tests; return their files, what lies beside them for tests to import, and every conftest.py."""
+    """Patch the tests; return their files, what lies beside them for tests to import, and what configures pytest."""
     solved = _git(repo, "rev-parse", "HEAD").strip()
     _apply(repo, patch)
     files = {name.partition("::")[0] for name in names}
     folders = {PurePosixPath(file).parent for file in files}
     beside = [f"{folder}/*.py" for folder in folders if {"test", "tests"}.intersection(folder.parts)]
-    listed = _git(repo, "ls-files", "-z", "conftest.py", "*/conftest.py", *beside)
+    listed = _git(repo, "ls-files", "-z", *CONFIGS, *(f"*/{name}" for name in CONFIGS), *beside)
     listed += _git(repo, "diff", "--name-only", "--no-renames", "-z", solved)
     return sorted({*files, *filter(None, listed.split("\0"))})
 

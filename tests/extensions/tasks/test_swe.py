@@ -132,6 +132,7 @@ def test_solutions_pass_and_empty_agents_do_not(tasks):
 
 
 FIX = "import calc; calc.double = lambda x: 2 * x"
+END = "echo 'import os; os._exit(0)'"
 CHEATS = {
     "conftest": f"echo '{FIX}' >> conftest.py",
     "new_conftest": f"echo '{FIX}' > tests/conftest.py",
@@ -140,15 +141,30 @@ CHEATS = {
     "linked_test": "ln -sf /dev/null tests/test_calc.py",
     "locked_tests": "chmod 0 tests/test_calc.py tests",
     "skipped": "echo 'def double(x): __import__(\"pytest\").skip()' >> calc.py",
+    "expected": "echo 'def double(x): __import__(\"pytest\").xfail()' >> calc.py",
+    "empty_pytest": "touch pytest.py",
+    "own_pytest": "mkdir pytest; echo 'raise SystemExit' | tee pytest/__init__.py > pytest/__main__.py",
+    "user_site": "d=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $d; "
+    f"{END} > $d/usercustomize.py",
+    "options": "printf '[pytest]\\naddopts = -p evil' > pytest.ini; echo 'import os; os._exit(0)' > evil.py",
+    "other_options": "printf '[pytest]\\naddopts = --collect-only' > tests/pytest.ini",
+    "options_above": "printf '[pytest]\\naddopts = --collect-only' > /tox.ini; rm conftest.py",
+    "end_at_import": f"{END} >> calc.py",
+    "folder_is_a_file": "rm -rf tests; touch tests",
+    "no_folder": "rm -rf /testbed/*",
     "restored_test": "git checkout -q HEAD tests; echo 'def test_old(): pass' > tests/test_old.py",
 }
+
+
+SPOILT = ("skip", "xfail", ">> calc.py", "/testbed/*")
+"""What an episode has broken in the program too, so that no later change of `double` helps."""
 
 
 @pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
 def test_what_an_episode_does_to_the_tests_does_not_count(tasks, cheat):
     cheated, solved = grades(tasks / "owner__calc-1", cheat, "sed -i 's/x [*] x/2 * x/' calc.py")
-    assert (cheated, solved) == (0, "skip" not in cheat)
+    assert (cheated, solved) == (0, not any(name in cheat for name in SPOILT))
 
 
 @pytest.mark.parametrize(
