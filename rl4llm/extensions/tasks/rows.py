@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,20 @@ def task_rows(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _digest(directory: Path) -> str:
-    """Return a digest of the files of a task, so that a run that resumes notices changed tests."""
-    digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+    """Return a digest of the files of a task, so that a run that resumes notices changed tests.
+
+    Raises DataError for a link out of the task, which would show the policy files of this machine. Those of the hub lead to
+    its `blobs`; where COPY would keep them in an image, they lead nowhere.
+    """
+    digest, whole = hashlib.blake2b(digest_size=8), directory.resolve()
+    paths = sorted(directory.rglob("*"))
+    copies = any(path.name == "Dockerfile" for path in paths)
+    blobs = [path.parent / "blobs" for path in whole.parents if path.name == "snapshots" and not copies]
+    for path in filter(Path.is_symlink, paths):
+        target = Path(os.path.realpath(path))
+        if not path.exists() or not (target.is_relative_to(whole) or target.parent in blobs):
+            raise DataError(f"{path}: the link leads out of the task, to {target}. Replace it with a copy.")
+    for file in filter(Path.is_file, paths):
         size = file.stat().st_size
         digest.update(f"{file.relative_to(directory)}\0{size}\0".encode(errors="surrogateescape"))
         digest.update(file.read_bytes() if size <= LARGE else b"")

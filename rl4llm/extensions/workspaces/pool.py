@@ -226,11 +226,11 @@ def _sweep() -> None:
 
 
 async def _bring(source: Path, target: Path) -> None:
-    """Copy a file or a directory of the host to where a holder may read it."""
+    """Copy a file or a directory of the host, and what its links lead to, to where a holder may read it."""
 
     def copy() -> None:
         try:
-            subprocess.run(["cp", "-a", "--reflink=auto", source, target], check=True, capture_output=True)
+            subprocess.run(["cp", "-aL", "--reflink=auto", source, target], check=True, capture_output=True)
             images.own(target)
         except (OSError, subprocess.CalledProcessError) as error:
             raise WorkspaceError(
