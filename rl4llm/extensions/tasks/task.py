@@ -17,6 +17,7 @@ from rl4llm.core.errors import DataError
 MARKS = ("task.toml", "task.yaml")
 """The files that make a directory a task."""
 
+REFERENCE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 ANY = ("version", "schema_version", "source", "metadata", "task", "artifacts")
 KEYS: Mapping[str, str] = {
     "agent": "timeout_sec network_mode allowed_hosts",
@@ -95,6 +96,11 @@ def _task(
     environment, tests = config.get("environment", {}), config.get("verifier", {})
     image = environment.get("docker_image")
     dockerfile = _image(directory / context, files=bool(context) and image is None)
+    shown = environment.get("env", {})
+    if REFERENCE.search(str(shown)):
+        raise DataError(
+            "environment.env would show this machine's variables to the policy. Move ${NAME} to verifier.env."
+        )
     hidden = {"/tests": directory / "tests"} if (directory / "tests").is_dir() else {}
     solve = None
     if (directory / solution).is_file():
@@ -106,7 +112,7 @@ def _task(
         _script(directory / test, f"/{test}", hidden, tests),
         solve,
         environment.get("workdir"),
-        _variables(environment.get("env", {})),
+        _variables(shown),
     )
 
 
@@ -149,11 +155,11 @@ def _image(context: Path, *, files: bool) -> str | None:
 
 
 def _variables(table: Mapping[str, Any]) -> dict[str, str]:
-    """Return variables of a task, where ${NAME} and ${NAME:-default} stand for those of this machine."""
+    """Return variables for a script of a task, where ${NAME} and ${NAME:-default} stand for those of this machine."""
 
     def value(match: re.Match[str]) -> str:
         if (text := os.environ.get(match[1], match[2])) is None:
             raise DataError(f"the variable {match[1]} is not set. Set it where the run starts.")
         return text
 
-    return {name: re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", value, str(text)) for name, text in table.items()}
+    return {name: REFERENCE.sub(value, str(text)) for name, text in table.items()}

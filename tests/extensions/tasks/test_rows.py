@@ -1,7 +1,10 @@
 """Directories of tasks are a dataset: each key that changes the outcome is used or refused, with one line."""
 
+import os
+import shutil
+
 import pytest
-from task_files import HARBOR, TERMINAL_BENCH, write_task
+from task_files import HARBOR, TERMINAL_BENCH, grades, write_task
 
 from rl4llm.core.errors import DataError
 from rl4llm.data.load import load_rows
@@ -48,6 +51,40 @@ def test_changed_tests_change_the_rows(tmp_path):
     assert load_rows(tmp_path)[0]["task_digest"] != before
 
 
+@pytest.mark.parametrize("name", ["instruction.md", "tests", "tests/more", "task.toml"])
+@pytest.mark.parametrize("target", ["../../secret", "../blobs", "gone", "loop"])
+def test_no_link_leads_out_of_a_task(tmp_path, name, target):
+    write_task(tmp_path / "data/a")
+    write_task(tmp_path / "secret" / "a")
+    (tmp_path / "blobs").symlink_to(tmp_path / "secret")
+    path = tmp_path / "data/a" / name
+    if path.exists():
+        path.rename(tmp_path / "moved")
+    source = (tmp_path / "secret/a" / name).resolve()
+    links = {
+        "../../secret": source if source.exists() else tmp_path / "secret",
+        "../blobs": tmp_path / "blobs/a",
+    }
+    path.symlink_to(links.get(target, path if target == "loop" else tmp_path / "gone"))
+    with pytest.raises(DataError):
+        load_rows(tmp_path / "data")
+
+
+def test_a_snapshot_of_the_hub_is_a_dataset(tmp_path):
+    task = write_task(tmp_path / "snapshots/0a1b/a")
+    (tmp_path / "blobs").mkdir()
+    for number, file in enumerate([path for path in task.rglob("*") if path.is_file()]):
+        file.rename(tmp_path / "blobs" / str(number))
+        file.symlink_to(os.path.relpath(tmp_path / "blobs" / str(number), file.parent))
+    (task / "tests/more.sh").symlink_to("test.sh")
+    assert [row["prompt_id"] for row in load_rows(tmp_path / "snapshots/0a1b")] == ["a"]
+    if shutil.which("bwrap"):
+        assert grades(task, "true", "echo 4 > /answer") == [0, 1]
+    write_task(task, **{"environment/Dockerfile": "FROM host\nCOPY . /app\n"})
+    with pytest.raises(DataError):
+        load_rows(tmp_path / "snapshots/0a1b")
+
+
 TOML = HARBOR["task.toml"]
 
 
@@ -63,7 +100,9 @@ TOML = HARBOR["task.toml"]
         {"task_toml": TOML + "[environment]\nos = 'windows'\n"},
         {"task_toml": TOML + "user = 'nobody'\n"},
         {"task_toml": TOML + "[[steps]]\nname = 'first'\n"},
-        {"task_toml": TOML + "[environment]\nenv = {KEY = '${RL4LLM_UNSET}'}\n"},
+        {"task_toml": TOML + "[solution]\nenv = {KEY = '${RL4LLM_UNSET}'}\n"},
+        {"task_toml": TOML + "[environment]\nenv = {KEY = '${PATH}'}\n"},
+        {"task_toml": TOML + "[environment]\nenv = {KEY = 'a${RL4LLM_UNSET:-b}'}\n"},
         {"environment/data.txt": "in no image"},
         {"environment/docker-compose.yaml": "services: {main: {}, db: {image: postgres}}"},
         {"environment/docker-compose.yaml": "services: {main: {privileged: true}}"},
