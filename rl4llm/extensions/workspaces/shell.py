@@ -27,6 +27,7 @@ from rl4llm.envs.tool import ToolMDPEnv
 from rl4llm.envs.tools import tool
 from rl4llm.envs.tools.formats import CallFormat, ToolCall, written_call
 from rl4llm.extensions.workspaces import Program, Workspace, WorkspaceError, Workspaces
+from rl4llm.extensions.workspaces.workspace import Kept
 
 NOTE_CHARS = 200  # at most, behind an output and in it
 EPISODE_S = 3600.0  # for a command, the opening of its workspace included
@@ -87,9 +88,9 @@ class Shell:
         except TimeoutError:
             end = "timeout"
         if code is not None:
-            return Outcome(kept.text(self.max_chars), code)
+            return Outcome(kept.text(self.max_chars).strip("\n"), code)
         kept.add(self._rest)
-        return Outcome(kept.text(self.max_chars), None, end, await self.end())
+        return Outcome(kept.text(self.max_chars).strip("\n"), None, end, await self.end())
 
     async def end(self) -> str:
         """End the shell and everything that it started; return the limit of the workspace that ended it before, if any.
@@ -119,33 +120,6 @@ class Shell:
         kept.add(self._rest[:place])
         self._rest = self._rest[end.end() :]
         return int(end[1]) if end[1] else None
-
-
-class Kept:
-    """The beginning and the end of an output, `most` bytes each."""
-
-    def __init__(self, most: int):
-        self._most, self._head, self._tail, self._cut = most, bytearray(), bytearray(), 0
-
-    def add(self, data: bytes) -> None:
-        """Add what was read next."""
-        room = self._most - len(self._head)
-        self._head += data[:room]
-        self._tail += data[room:]
-        if (over := len(self._tail) - self._most) > 0:
-            del self._tail[:over]
-            self._cut += over
-
-    def text(self, max_chars: int) -> str:
-        """Return valid Unicode of at most `max_chars` characters beside a mark for what was cut out of the middle."""
-        if not self._cut and len(whole := (self._head + self._tail).decode(errors="replace")) <= max_chars:
-            return whole.strip("\n")
-        half = max_chars // 2
-        first = (self._head + self._tail).decode(errors="replace")[: max_chars - half]
-        last = (self._tail if self._cut else self._head + self._tail).decode(errors="replace")
-        last = last[len(last) - half :]
-        size = len(self._head) + self._cut + len(self._tail) - len((first + last).encode())
-        return f"{first}\n[{size} bytes cut]\n{last}".strip("\n")
 
 
 @tool(timeout_s=EPISODE_S)

@@ -116,9 +116,10 @@ class Workspace:
     ) -> Result:
         """Return the result of a program that gets `input` and is killed after `wall_s` seconds."""
         program = await self._start(words, env, cwd, files, together=True)
-        output = _Output(self._output_bytes)
+        limit = self._output_bytes
+        output = Kept(2 * limit)
         feeding = asyncio.ensure_future(_feed(program.stdin, input))
-        reading = asyncio.ensure_future(output.read(program.stdout))
+        reading = asyncio.ensure_future(_fill(output, program.stdout))
         code = None
         try:
             async with asyncio.timeout(wall_s):
@@ -128,14 +129,16 @@ class Workspace:
         except WorkspaceError as error:
             await reading
             raise WorkspaceError(
-                ": ".join(filter(None, (str(error), output.text()[-500:].strip())))
+                ": ".join(filter(None, (str(error), output.text(limit)[-500:].strip())))
             ) from None
         finally:
             feeding.cancel()
             await program.kill() if code is None and not program._end.done() else None
         await reading
         reason = f"\n[ended: {program.reason}]" if program.reason and code is not None else ""
-        return Result(code, output.text() + reason, timed_out=code is None, truncated=output.omitted > 0)
+        return Result(
+            code, output.text(limit) + reason, timed_out=code is None, truncated=output.size > limit
+        )
 
     async def read(self, path: str, limit: int = 1 << 20) -> bytes | None:
         """Return the first `limit` bytes of a file inside, or None if there is no regular file."""
@@ -283,26 +286,38 @@ async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
     stdin.close()
 
 
-class _Output:
-    """The first and last part of what a program printed, of `limit` bytes in all."""
+async def _fill(output: Kept, stream: asyncio.StreamReader) -> None:
+    while piece := await stream.read(PIECE_BYTES):
+        output.add(piece)
 
-    def __init__(self, limit: int):
-        self._half = limit // 2
-        self._first, self._last = bytearray(), bytearray()
-        self._bytes = 0
+
+class Kept:
+    """The beginning and the end of an output, `most` bytes each."""
+
+    def __init__(self, most: int):
+        self._most, self._head, self._tail, self._cut = most, bytearray(), bytearray(), 0
 
     @property
-    def omitted(self) -> int:
-        return self._bytes - len(self._first) - len(self._last)
+    def size(self) -> int:
+        """The number of all bytes."""
+        return len(self._head) + self._cut + len(self._tail)
 
-    async def read(self, stream: asyncio.StreamReader) -> None:
-        while piece := await stream.read(PIECE_BYTES):
-            self._bytes += len(piece)
-            head = self._half - len(self._first)
-            self._first += piece[:head]
-            self._last += piece[head:]
-            del self._last[: -self._half]
+    def add(self, data: bytes) -> None:
+        """Add what was read next."""
+        room = self._most - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:]
+        if (over := len(self._tail) - self._most) > 0:
+            del self._tail[:over]
+            self._cut += over
 
-    def text(self) -> str:
-        mark = f"\n[... {self.omitted} bytes omitted ...]\n".encode() if self.omitted > 0 else b""
-        return (self._first + mark + self._last).decode(errors="replace")
+    def text(self, max_chars: int) -> str:
+        """Return valid Unicode of at most `max_chars` characters beside a mark for what was cut out of the middle."""
+        if not self._cut and len(whole := (self._head + self._tail).decode(errors="replace")) <= max_chars:
+            return whole
+        half = max_chars // 2
+        first = (self._head + self._tail).decode(errors="replace")[: max_chars - half]
+        last = (self._tail if self._cut else self._head + self._tail).decode(errors="replace")
+        last = last[len(last) - half :]
+        cut = self.size - len((first + last).encode())
+        return f"{first}\n[{cut} bytes cut]\n{last}"
