@@ -23,7 +23,8 @@ CLEAR_S = 60.0
 class WorkspaceAgent(CommandAgent):
     """A command that runs in a workspace of its episode, in the directory of the image; HOME is removed at its end.
 
-    A row with the column `task` has the image of that task, and its hidden tests run when the agent has ended.
+    A row with the column `task` has the image of that task, and its hidden tests run when the agent has ended. The column
+    `files`, texts by path, is written before the agent starts.
     """
 
     def __init__(self, workspace: Mapping[str, Any], *command: Any, **options: Any):
@@ -45,11 +46,12 @@ class WorkspaceAgent(CommandAgent):
     async def opened(self, sample: SampleState, socket: str) -> AsyncIterator[Any]:
         """Open a workspace in which PORT leads to a Unix socket."""
         sockets = {PORT: socket}
-        if "task" in sample.columns:
+        if sample.columns.get("task"):
             workspace = await self._tasks.open(sample.columns, sockets=sockets)
         else:
             workspace = await self.workspaces.open(sockets=sockets)
         try:
+            await workspace.place(sample.columns.get("files"))
             yield workspace
         finally:
             await workspace.close()
@@ -73,5 +75,5 @@ class WorkspaceAgent(CommandAgent):
         """Store what the agent changed, and what the tests of its task say."""
         await workspace.run(["rm", "-rf", HOME], wall_s=CLEAR_S)
         sample.extras["changes"] = await workspace.changes()
-        if "task" in sample.columns:
+        if sample.columns.get("task"):
             sample.extras["task"] = asdict(await self._tasks.grade(sample.columns, workspace))

@@ -6,7 +6,6 @@ rl4llm train configs/shell_grpo.yaml data.path=tasks/
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import secrets
 import shlex
@@ -257,8 +256,7 @@ class ShellEnv(ToolMDPEnv):
             opened = self._tasks.open(columns) if _has_task(columns) else self.workspaces.open()
             shell = Shell(await opened, self.command_s, self.max_reply_chars - NOTE_CHARS)
             self._shells[id(sample)] = shell
-            for path, text in (columns.get("files") or {}).items():
-                await shell.workspace.write(os.path.join("/", shell.workspace.cwd, path), text.encode())
+            await shell.workspace.place(columns.get("files"))
         return self._shells[id(sample)]
 
     async def _conclude(self, sample: SampleState) -> None:

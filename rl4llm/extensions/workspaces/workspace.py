@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl4llm.core.errors import RL4LLMError
+from rl4llm.core.errors import DataError, RL4LLMError
 from rl4llm.extensions.workspaces.keeper import remove
 
 ANSWER_S = 300.0  # to open, start, read or write, on a machine where hundreds do so at once
@@ -152,6 +152,17 @@ class Workspace:
             file.write(content)
             file.flush()
             await self._ask({"what": "write", "path": path, "mode": mode}, "write", file.fileno())
+
+    async def place(self, files: Any) -> None:
+        """Write a row's column `files`: texts by their paths from the working directory; None writes nothing.
+
+        Raises DataError for another column.
+        """
+        if not isinstance(files or {}, Mapping):
+            raise DataError(f"the column 'files' is {files!r:.60}, not a mapping from paths to texts.")
+        for path, text in (files or {}).items():
+            if text is not None:  # as in a column of structs, which have the paths of all rows
+                await self.write(os.path.join("/", self.cwd, path), str(text).encode())
 
     async def changes(self, limit: int = 1 << 16) -> str:
         """Return a unified diff of the files that differ from the image, with a mark where it was cut."""

@@ -109,6 +109,20 @@ def test_the_tests_of_a_task_grade_what_an_agent_left(play, program, task, numbe
     assert trajectory.extras["task"]["reward"] == reward and f"+{number}" in trajectory.extras["changes"]
 
 
+def test_an_agent_finds_the_files_of_its_row(play, program, task):
+    files = {"a.txt": "one", "b/c.txt": "two", "d.txt": None}
+    lines = "print(os.getcwd(), sorted(os.listdir()), open('a.txt').read(), open('b/c.txt').read())"
+    for place, name in ((str(task), "/work"), (None, "/root")):
+        result, _ = play(columns={"task": place, "files": files}, **program(lines))
+        said = result.trajectories[0].messages[-1].content
+        assert said.startswith(name) and "'a.txt', 'b'" in said and said.endswith("one two") and "d.txt" not in said
+
+
+def test_a_column_files_of_another_kind_fails_the_sample(play, program):
+    result, client = play(columns={"files": ["a.txt"]}, **program())
+    assert [failed.failure_class for failed in result.failed] == ["env/task"] and not client.calls
+
+
 def test_a_failed_agent_is_not_graded(play, program, task):
     result, _ = play(columns={"task": str(task)}, **program("sys.exit(3)"))
     assert [failed.failure_class for failed in result.failed] == ["agent/crashed"]
