@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rl4llm.core.base_env import LLM, BaseMDPEnv, SampleState
 from rl4llm.core.errors import ConfigError, DataError
-from rl4llm.core.registry import from_extension
+from rl4llm.core.registry import PARTS, from_extension, load, provided
 from rl4llm.core.schema import Count, Positive, checked
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.dialects import Dialects
@@ -105,7 +105,8 @@ class AgentEnv(BaseMDPEnv):
 
     @classmethod
     def rewards_for(cls, row: Mapping[str, Any]) -> Sequence[Any]:
-        return ("task",) if "task" in row else cls.default_rewards
+        names_task = provided(PARTS).get("names_task")
+        return ("task",) if names_task and load(names_task)(row) else cls.default_rewards
 
     def report_to(self, warn: Callable[[str], None]) -> None:
         self._warn = warn

@@ -9,6 +9,7 @@ PROVIDES = {
     "rl4llm.commands": {"tasks": "rl4llm.extensions.tasks.command"},
     "rl4llm.parts": {
         "tasks": "rl4llm.extensions.tasks.grade:Tasks",
+        "names_task": "rl4llm.extensions.tasks.task:names_task",
         "check_tasks": "rl4llm.extensions.tasks.check:check_tasks",
     },
 }

@@ -69,6 +69,11 @@ def read_task(directory: Path) -> Task:
         raise DataError(f"{file}: the task cannot be read: {' '.join(str(error).split())}.") from error
 
 
+def names_task(row: Mapping[str, Any]) -> bool:
+    """Return whether the column `task` of a row is a task directory; it may be a kind or a sentence in other datasets."""
+    return any(os.path.isfile(os.path.join(str(row.get("task") or ""), mark)) for mark in MARKS)
+
+
 def _harbor(file: Path) -> Task:
     config, directory = tomllib.loads(file.read_text(encoding="utf-8")), file.parent
     _refuse("", config, (*ANY, *KEYS))

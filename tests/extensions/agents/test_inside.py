@@ -115,7 +115,12 @@ def test_an_agent_finds_the_files_of_its_row(play, program, task):
     for place, name in ((str(task), "/work"), (None, "/root")):
         result, _ = play(columns={"task": place, "files": files}, **program(lines))
         said = result.trajectories[0].messages[-1].content
-        assert said.startswith(name) and "'a.txt', 'b'" in said and said.endswith("one two") and "d.txt" not in said
+        assert (
+            said.startswith(name)
+            and "'a.txt', 'b'" in said
+            and said.endswith("one two")
+            and "d.txt" not in said
+        )
 
 
 def test_a_column_files_of_another_kind_fails_the_sample(play, program):
@@ -162,8 +167,10 @@ def test_an_agent_that_hangs_in_a_workspace_is_killed(play, program):
     assert [failed.failure_class for failed in result.failed] == ["agent/timeout"]
 
 
-def test_rows_with_a_task_have_its_reward_by_default():
-    assert AgentEnv.rewards_for({"task": "/a"}) == ("task",) and AgentEnv.rewards_for({}) == ("math",)
+def test_rows_with_a_task_have_its_reward_by_default(task):
+    assert AgentEnv.rewards_for({"task": str(task)}) == ("task",)
+    for kind in ("sum", None, "", 5, str(task.parent), "write a sum " * 99):
+        assert AgentEnv.rewards_for({"task": kind}) == ("math",)
 
 
 def test_tasks_train_an_agent_in_a_workspace_by_default(program, task, model_dir, tmp_path, capsys):
