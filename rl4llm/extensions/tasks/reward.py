@@ -12,6 +12,8 @@ from rl4llm.core.errors import DataError
 from rl4llm.extensions.tasks.task import read_task
 from rl4llm.rewards.pool import RewardFailure
 
+NO_TESTS = "no tests ran. Set env.name=shell, or env.workspace of an agent."
+
 
 class TaskReward(BaseBatchReward):
     """The verdict of the task's hidden tests, from 0.0 to 1.0.
@@ -31,10 +33,10 @@ class TaskReward(BaseBatchReward):
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return the reward of each verdict, or a RewardFailure where no tests ran."""
         verdicts = [sample.extras.get("task") for sample in samples]
-        return [float(item["reward"]) if item else RewardFailure("no tests ran") for item in verdicts]
+        return [float(item["reward"]) if item else RewardFailure(NO_TESTS) for item in verdicts]
 
     def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
         """Raise DataError for a row that is not a task."""
-        if "task" not in columns:
+        if not columns.get("task"):
             raise DataError("the row has no column 'task'. Set data.path to a directory of tasks.")
         read_task(Path(columns["task"]))
