@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.registry import from_extension
 from rl4llm.extensions.tasks.grade import Tasks
-from rl4llm.extensions.tasks.task import read_task
+from rl4llm.extensions.tasks.task import names_task, read_task
 
 
-def check_tasks(rows: Iterable[Mapping[str, Any]], options: Mapping[str, Any]) -> list[str]:
-    """Return a line for each task whose solution does not get 1, or whose untouched workspace does not get 0.
+def check_tasks(
+    rows: Iterable[Mapping[str, Any]], options: Mapping[str, Any], tell: Callable[[str], None]
+) -> list[str]:
+    """Return the lines about tasks whose solution does not get 1, or whose untouched workspace does not get 0.
 
-    `options` are those of the workspaces, whose count bounds how many tasks run at once. Raises the error of the workspaces
-    if none can be opened.
+    A task is a directory with the row's column `files`. `options` are those of the workspaces, whose count bounds how many
+    tasks run at once. `tell` gets each line as soon as it is known. Raises the workspaces' error if none opens.
     """
-    tasks = {row["task"]: row for row in rows if "task_digest" in row}
+    tasks = {(row["task"], repr(row.get("files"))): row for row in rows if names_task(row)}
     if not tasks:
         return []
     workspaces = from_extension("workspaces", "check --task")(**options)
     try:
-        return asyncio.run(_check(workspaces, list(tasks.values())))
+        return asyncio.run(_check(workspaces, list(tasks.values()), tell))
     finally:
         workspaces.close()
 
 
-async def _check(workspaces: Any, rows: list[Mapping[str, Any]]) -> list[str]:
+async def _check(workspaces: Any, rows: list[Mapping[str, Any]], tell: Callable[[str], None]) -> list[str]:
     await (await workspaces.open()).close()  # a machine without an engine has one line, not one for each task
-    tasks = Tasks(workspaces)
-    runs = [(row, solved) for row in rows for solved in (True, False)]
-    faults = await asyncio.gather(*(_fault(tasks, row, solved=solved) for row, solved in runs))
-    return [f"{row['task']}: {fault}" for (row, _), fault in zip(runs, faults, strict=True) if fault]
+    tasks, lines = Tasks(workspaces), dict[str, None]()
+
+    async def check(row: Mapping[str, Any], solved: bool) -> None:
+        if (fault := await _fault(tasks, row, solved=solved)) and (
+            line := f"{row['task']}: {fault}"
+        ) not in lines:
+            lines[line] = None
+            tell(line)
+
+    await asyncio.gather(*(check(row, solved) for row in rows for solved in (True, False)))
+    return [*lines]
 
 
 async def _fault(tasks: Tasks, row: Mapping[str, Any], *, solved: bool) -> str:
@@ -44,6 +53,7 @@ async def _fault(tasks: Tasks, row: Mapping[str, Any], *, solved: bool) -> str:
     try:
         workspace = await tasks.open(row)
         try:
+            await workspace.place(row.get("files"))
             if solved:
                 await tasks.solve(row, workspace)
             verdict = await tasks.grade(row, workspace)

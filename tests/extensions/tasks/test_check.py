@@ -20,10 +20,33 @@ def test_check_names_tasks_that_do_not_tell(tmp_path):
     write_task(tmp_path / "empty", tests_test_sh="exit 0\n")
     write_task(tmp_path / "broken", tests_test_sh="echo 7 > /logs/verifier/reward.txt\n")
     write_task(tmp_path / "open", instruction_md="No solution.", solution_solve_sh=None)
-    lines = check_tasks(load_rows(tmp_path), {"count": 3})
-    assert [Path(line.partition(": ")[0]).name for line in lines] == ["broken", "broken", "empty", "unsolved"]
-    assert all("\n" not in line for line in lines)
-    assert check_tasks([{"task": "sorting"}], {}) == []  # a column of another dataset
+    told = []
+    lines = check_tasks(load_rows(tmp_path), {"count": 3}, told.append)
+    assert sorted(Path(line.partition(": ")[0]).name for line in lines) == ["broken", "empty", "unsolved"]
+    assert all("\n" not in line for line in lines) and told == lines
+    others = [{"task": kind} for kind in ("sorting", None, 5, str(tmp_path))]
+    assert check_tasks(others, {}, told.append) == []  # columns of other datasets
+
+
+def test_check_tries_tasks_with_the_files_of_each_row(tmp_path):
+    task = str(write_task(tmp_path / "task", solution_solve_sh="cp /begin /answer\n"))
+    rows = [{"task": task, "files": {"/begin": text, "/gone": None}} for text in ("4", "5", "4")]
+    lines = check_tasks(rows, {}, print)
+    assert len(lines) == 1 and "the solution gets 0" in lines[0]
+    assert check_tasks(rows[:1], {}, print) == []
+
+
+def test_tasks_that_a_host_plays_are_not_run_here(tmp_path, capsys):
+    remote = pytest.importorskip("extensions.remote.hosting")
+    write_task(tmp_path / "tasks" / "train" / "unsolved", solution_solve_sh="exit 1\n")
+    config = tmp_path / "hosted.yaml"
+    config.write_text(f"model: {{path: none}}\ndata: {{path: {tmp_path}/tasks}}\neval: {{every: 0}}\n")
+    with remote.HostThread(["chat"]) as host:
+        assert (
+            main(["check", str(config), "--task", f"env.remote={host.address}"]) == 1
+        )  # for want of a model
+        out, err = capsys.readouterr()
+        assert out.count("\n") == 1 and host.address in out and err.startswith("ModelError")
 
 
 def test_the_command_checks_tasks_before_it_loads_a_model(tmp_path, capsys):

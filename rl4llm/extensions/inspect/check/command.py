@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,16 @@ def _task(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.inspect.check.task import examine, faulty_tasks
 
     config = load_config(arguments.config, arguments.overrides)
+    output = sys.stderr if arguments.json else sys.stdout
+
+    def tell(line: str) -> None:
+        with redirect_stdout(output):
+            show(line)
+
     with meanwhile():
-        faults = faulty_tasks(config)
+        faults = faulty_tasks(config, tell)
     if faults:
-        write_json({"faulty_tasks": faults}) if arguments.json else show(*faults)
+        write_json({"faulty_tasks": faults}) if arguments.json else None
         return 1
     with meanwhile():
         report = examine(config, PROMPTS if arguments.prompts is None else arguments.prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -61,16 +61,23 @@ class TaskReport:
         yield from (f"change        {text}" for text in self.advice or ["nothing"])
 
 
-def faulty_tasks(config: Config) -> list[str]:
-    """Return a line for each row with hidden tests that its own solution fails, or that pass where nothing was done."""
+def faulty_tasks(config: Config, tell: Callable[[str], None]) -> list[str]:
+    """Return a line for each row with hidden tests that its own solution fails, or that pass where nothing was done.
+
+    `tell` gets each line at once, and one for each part whose tasks run elsewhere.
+    """
     if (path := provided(PARTS).get("check_tasks")) is None:
         return []
     lines: list[str] = []
     with closing(Bench(config)) as bench:
         data(bench)
         for part in bench.parts:
-            rows, options = [*part.dataset, *(part.held_out or ())], part.setup.config.env.get("workspace")
-            lines += load(path)(rows, options or {})
+            env = part.setup.config.env
+            if env.get("remote"):
+                tell(f"{part.where}tasks that {env['remote']} plays are not checked here.")
+            else:
+                rows = [*part.dataset, *(part.held_out or ())]
+                lines += load(path)(rows, env.get("workspace") or {}, tell)
     return lines
 
 
