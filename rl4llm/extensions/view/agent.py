@@ -71,7 +71,9 @@ def in_lines(episode: Mapping[str, Any]) -> Iterator[str]:
     extras = episode.get("extras")
     task, diff = (extras.get(name) if isinstance(extras, dict) else None for name in ("task", "changes"))
     tests = task.get("tests") if isinstance(task, dict) else None
-    if isinstance(tests, dict):
+    if tests == {} and isinstance(task, dict):
+        yield f"tests: reward {_short(str(task.get('reward')))}"
+    elif isinstance(tests, dict):
         failed = [_short(name) for name, passed in tests.items() if passed is not True]
         names = ", ".join(_first(failed))
         yield f"tests: {len(tests) - len(failed)} of {len(tests)} passed{'; failed: ' * bool(failed)}{names}"

@@ -212,6 +212,11 @@ def test_extras_that_are_not_drawn_are_listed(browser, tokenizer, tmp_path, serv
     assert listed == {f"extras.{name}": value for name, value in rest.items()}
 
 
+def test_tests_without_names_are_shown_by_their_reward():
+    lines = [*in_lines({"extras": {"task": {"reward": 1.0, "tests": {}, "output": ""}}})]
+    assert lines == ["tests: reward 1.0"]
+
+
 def test_agents_run_is_shown_as_text(tokenizer, tmp_path):
     text = printed(write_agents_run(tmp_path, tokenizer))
     assert "\nconversation 2 continues conversation 1 after turn 2, compacted: 2 turns\n" in text
