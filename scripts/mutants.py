@@ -473,7 +473,7 @@ TASKS = _of(
     "tests/extensions/tasks",
     ("tasks_cleared", "grade.py", "mv /$name /.$2-$name || exit 1", "true",
      "test_grade.py::test_what_an_episode_prepares_does_not_count"),
-    ("tasks_time", "grade.py", "return Verdict(0.0, output=result.output)", "pass",
+    ("tasks_time", "grade.py", "return Verdict(0.0, output=result.output + end, timed_out=True)", "pass",
      "test_grade.py::test_tests_that_hang_give_0_in_their_time"),
     ("tasks_range", "verdict.py", "if not 0 <= stored <= 1:", "if stored > 1:",
      "test_verdict.py::test_what_cannot_be_read_is_a_fault_of_the_data"),

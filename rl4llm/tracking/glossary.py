@@ -43,6 +43,7 @@ env/repaired | Share of trajectories whose later program passed the known tests.
 env/commands | Mean commands per trajectory, in the environment `shell`. | commands | above 0
 env/exit_errors | Mean commands that ended with another exit code than 0. | commands |
 env/timeouts | Mean commands that were stopped after `env.command_s`. | commands | 0
+env/tests_timed_out | Share of trajectories whose hidden tests were stopped after their time. | share | 0
 env/requests | Mean requests of an agent per trajectory. | requests |
 env/refused | Mean requests of an agent that were refused, per trajectory. | requests | 0 beside limits
 env/ignored_fields | Mean fields of an agent's requests that were ignored, per trajectory. | fields |

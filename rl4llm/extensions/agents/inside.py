@@ -76,4 +76,6 @@ class WorkspaceAgent(CommandAgent):
         await workspace.run(["rm", "-rf", HOME], wall_s=CLEAR_S)
         sample.extras["changes"] = await workspace.changes()
         if sample.columns.get("task"):
-            sample.extras["task"] = asdict(await self._tasks.grade(sample.columns, workspace))
+            verdict = await self._tasks.grade(sample.columns, workspace)
+            sample.extras["task"] = asdict(verdict)
+            sample.extras["metrics"]["tests_timed_out"] = int(verdict.timed_out)

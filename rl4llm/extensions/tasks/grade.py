@@ -73,7 +73,8 @@ class Tasks:
             return Verdict(0.0, output=cleared.output)
         result = await _run(workspace, replace(task.test, env={**FRESH, **task.env, **task.test.env}))
         if result.timed_out:
-            return Verdict(0.0, output=result.output)
+            end = f"\n[stopped after {task.test.wall_s:g} s]"
+            return Verdict(0.0, output=result.output + end, timed_out=True)
         files = {name: await workspace.read(f"{LOGS}/{name}", READ_BYTES) for name in (*REWARDS, *REPORTS)}
         written = {name: content for name, content in files.items() if content is not None}
         try:

@@ -25,6 +25,7 @@ class Verdict:
     reward: float
     tests: Mapping[str, bool] = field(default_factory=dict)
     output: str = ""
+    timed_out: bool = False
 
     @property
     def printed(self) -> str:

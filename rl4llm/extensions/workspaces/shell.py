@@ -157,7 +157,8 @@ class ShellEnv(ToolMDPEnv):
     ``sample.extras["changes"]``. A row's column `files`, texts by path, is written before the first command.
 
     A workspace that does not work fails the sample with the class `env/workspace`. Beside those of the tools, the metrics
-    are `env/commands`, `env/exit_errors` (commands with another exit code than 0) and `env/timeouts`.
+    are `env/commands`, `env/exit_errors` (commands with another exit code than 0) `env/timeouts` and
+    `env/tests_timed_out`.
 
     Args:
         workspace: options of the workspaces, such as ``{image: host}``, see `Workspaces`.
@@ -270,6 +271,7 @@ class ShellEnv(ToolMDPEnv):
                 if _has_task(sample.columns):
                     verdict = await self._tasks.grade(sample.columns, shell.workspace)
                     sample.extras["task"] = asdict(verdict)
+                    sample.extras.setdefault("metrics", {})["tests_timed_out"] = int(verdict.timed_out)
         except (WorkspaceError, ConfigError) as error:  # the latter for an image
             sample.fail(str(error), "env/workspace")
         except DataError as error:

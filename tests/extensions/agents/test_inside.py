@@ -14,6 +14,7 @@ import yaml
 from rl4llm.cli import main
 from rl4llm.extensions.agents.endpoint import AgentEndpoint
 from rl4llm.extensions.agents.env import AgentEnv
+from rl4llm.tracking.summary import summarize
 from rl4llm.tracking.tracker import read_jsonl
 
 AGENT = """
@@ -107,6 +108,14 @@ def test_the_tests_of_a_task_grade_what_an_agent_left(play, program, task, numbe
     result, _ = play(columns={"task": str(task)}, **program(lines))
     (trajectory,) = result.trajectories
     assert trajectory.extras["task"]["reward"] == reward and f"+{number}" in trajectory.extras["changes"]
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0, 0), (60, 1)])
+def test_tests_of_a_task_that_hang_are_counted(play, program, task, seconds, count):
+    (task / "task.toml").write_text("[verifier]\ntimeout_sec = 2.0\n")
+    (task / "tests" / "test.sh").write_text(f"sleep {seconds}\n")
+    result, _ = play(columns={"task": str(task)}, **program())
+    assert summarize(result.groups, result.failed)["env/tests_timed_out"] == count
 
 
 def test_an_agent_finds_the_files_of_its_row(play, program, task):

@@ -95,6 +95,7 @@ def test_tests_that_hang_give_0_in_their_time(tmp_path, hang):
     task = write_task(tmp_path, task_toml=toml, tests_test_sh=f"sh /program; {HARBOR['tests/test.sh']}")
     verdict = graded(task, f"cat > /program <<'end'\n{hang}\nend")
     assert verdict.reward == 0 and verdict.tests == {}
+    assert verdict.timed_out and verdict.output.endswith("[stopped after 1 s]")
 
 
 def test_a_tested_program_writes_nothing_after_the_tests(tmp_path):

@@ -135,7 +135,7 @@ def test_hidden_tests_decide_the_reward_of_an_episode(turns, reward, task, token
     env.close()
     verdict = trajectory.extras["task"]
     assert trajectory.reward == verdict["reward"] and json.dumps(verdict)
-    assert trajectory.reward == reward
+    assert trajectory.reward == reward and trajectory.extras["metrics"]["tests_timed_out"] == 0
     if reward == 1.0:
         assert trajectory.messages[2].content == "/work"  # and no tests yet
         assert "+42" in trajectory.extras["changes"]  # before the tests removed it
