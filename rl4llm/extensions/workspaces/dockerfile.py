@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rl4llm.core.errors import ConfigError
-from rl4llm.extensions.workspaces import images
+from rl4llm.extensions.workspaces import images, unpack
 from rl4llm.extensions.workspaces.images import Image
 from rl4llm.extensions.workspaces.workspace import Workspace
 
@@ -81,8 +81,7 @@ def _planned(name: str, context: Path) -> Build:
     arguments: dict[str, str] = {}
     for word, rest in _instructions((context / "Dockerfile").read_text()):
         if word == "ARG":
-            key, _, value = rest.partition("=")
-            (plan.arguments if plan else arguments)[key] = _expand(value.strip("\"'"), arguments)
+            _declare(plan, rest, arguments)
         elif word == "FROM" and plan is None:
             source = _expand(rest.split()[0], arguments)
             below = images.empty() if source == "scratch" else images.prepare(_local(name, context, source))
@@ -93,6 +92,16 @@ def _planned(name: str, context: Path) -> Build:
     if plan is None:
         raise ConfigError(f"workspace.image={name!r}: the Dockerfile has no FROM.")
     return plan
+
+
+def _declare(plan: Build | None, rest: str, before: dict[str, str]) -> None:
+    """Add the arguments of ARG; in a plan, those without a value have that of `before`, which come before FROM."""
+    scope, environment = (plan.arguments, plan.environment) if plan else (before, {})
+    for key, equals, value in (part.partition("=") for part in shlex.split(rest)):
+        if equals:
+            scope[key] = _expand(value, {**scope, **environment})
+        elif key in before:
+            scope[key] = before[key]
 
 
 def _follow(plan: Build, word: str, rest: str) -> bool:
@@ -106,6 +115,7 @@ def _follow(plan: Build, word: str, rest: str) -> bool:
         plan.environment |= {key: _expand(value, variables) for key, _, value in pairs}
     elif word == "WORKDIR":
         plan.cwd = os.path.normpath(os.path.join(plan.cwd, _expand(rest, variables)))
+        plan.steps.append(("WORKDIR", [], plan.cwd, variables))
     elif word == "RUN" and not flags:
         words = json.loads(rest) if rest.startswith("[") else ["/bin/sh", "-c", rest]
         plan.steps.append(("RUN", words, plan.cwd, variables))
@@ -129,16 +139,20 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 
 def _gather(name: str, context: Path, words: list[str], cwd: str, archive: io.BufferedRandom) -> None:
     """Write an archive of the files that a COPY names, at their places in the image."""
-    *patterns, target = words
+    *patterns, target = words or [""]  # nothing but the directory
     sources = [source for pattern in patterns for source in sorted(context.glob(pattern.strip("/") or "."))]
     place = os.path.join(cwd, target)
     into = target.endswith("/") or target == "." or len(sources) > 1
-    with tarfile.open(fileobj=archive, mode="w") as tar:
+    alone = sources[0].name if len(sources) == 1 and sources[0].is_file() else "/"
+    with tarfile.open(fileobj=archive, mode="w", pax_headers={unpack.COPIED: alone}) as tar:
+        folder = tarfile.TarInfo(cwd)
+        folder.type, folder.mode = tarfile.DIRTYPE, 0o755
+        tar.addfile(folder)
         for source in sources:
             if not source.resolve().is_relative_to(context):
                 raise ConfigError(f"workspace.image={name!r}: COPY of {source} leads out of the directory.")
             tar.add(source, os.path.join(place, source.name) if into and not source.is_dir() else place)
-    if not sources:
+    if words and not sources:
         raise ConfigError(f"workspace.image={name!r}: COPY {' '.join(words)}: no file was found.")
     archive.seek(0)
 

@@ -15,6 +15,8 @@ from typing import IO
 from rl4llm.extensions.workspaces import namespaces, tree
 
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"  # of a layer that removes what is below it
+COPIED = "RL4LLM.name"
+"""Header of what a Dockerfile copies: a directory stays as it is, and a file comes into it under this name."""
 MOST_BYTES = 256 << 30
 SHELL = "/bin/sh"
 
@@ -66,6 +68,12 @@ def pack(archive: IO[bytes]) -> None:
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
     """Write a member. One user owns everything, and as root may change it; neither setuid nor setgid is kept."""
+    if COPIED in member.pax_headers and os.path.isdir(place):
+        if member.isdir():
+            return None
+        place = os.path.join(place, os.path.basename(member.pax_headers[COPIED]))
+        if os.path.isdir(place):
+            raise tarfile.TarError(f"{place} is a directory")
     if not (member.isdir() and os.path.isdir(place)):
         _remove(place)
     os.makedirs(os.path.dirname(place), exist_ok=True)

@@ -279,6 +279,34 @@ import planted"""
     assert not (tmp_path / "imported").exists()
 
 
+def test_a_copied_file_never_replaces_a_directory(play, context, no_containers):
+    lines = (
+        "RUN echo b > /data/b.txt && chmod 700 /data",
+        "COPY one.txt /data",
+        "WORKDIR /new",
+        "WORKDIR /",
+        "COPY two.txt /new",
+        "COPY files /data",
+    )
+    text = (context / "Dockerfile").read_text()
+    (context / "Dockerfile").write_text("\n".join((text, *lines)))
+    result = play(sh("cd /data; cat b.txt one.txt inner.txt /new/two.txt; stat -c %a ."), image=str(context))
+    assert result.output == "b\none\ninner\ntwo\n700\n"
+
+
+def test_arguments_of_a_dockerfile_are_those_so_far(play, context, no_containers):
+    text = "ARG VERSION=1.0\nARG NAME=a-$VERSION HIDDEN=x\n" + (context / "Dockerfile").read_text()
+    lines = (
+        "ARG VERSION",
+        "ARG NAME",
+        "ARG B=$NAME-b",
+        "ARG UNSET",
+        "RUN echo $VERSION $B $HIDDEN ${UNSET-unset} > /arguments",
+    )
+    (context / "Dockerfile").write_text("\n".join((text, *lines)))
+    assert play(sh("cat /arguments"), image=str(context)).output == "1.0 a-1.0-b unset\n"
+
+
 @pytest.mark.parametrize(
     "line",
     [
