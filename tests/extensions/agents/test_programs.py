@@ -19,7 +19,7 @@ PROGRAMS = {
     "codex": ("codex", "npm install @openai/codex@0.171.0"),
     "opencode": ("opencode", "npm install opencode-ai@1.18.33"),
     "mini_swe_agent": ("mini", "pip install mini-swe-agent==2.4.6"),
-    "openai_agents": ("python", "pip install openai-agents==0.24.0"),
+    "openai_agents": ("python3", "pip install openai-agents==0.24.0"),
 }
 """The program of each configuration, and how the version that was tried is installed."""
 TOOLS = {
