@@ -424,7 +424,7 @@ SHELL = _of(
      "test_shell.py::test_output_cannot_forge_the_end_of_a_command"),
     ("output_before_the_time_limit", "shell.py", "kept.add(self._rest)", "kept.add(b'')",
      "test_shell.py::test_slow_command_is_stopped_and_a_new_shell_begins"),
-    ("middle_of_an_output", "shell.py", "del self._tail[:over]", "del self._tail[-over:]",
+    ("middle_of_an_output", "workspace.py", "del self._tail[:over]", "del self._tail[-over:]",
      "test_shell.py::test_long_output_keeps_its_head_and_its_tail"),
     ("code_of_a_command", "shell.py", "int(end[1]) if end[1] else None", "int(end[1])",
      "test_shell.py::test_an_end_without_an_exit_code_ends_the_shell"),
