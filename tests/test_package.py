@@ -198,10 +198,10 @@ def test_every_public_name_can_be_imported():
 
 
 MOST_LINES = {
-    "rl4llm": 60_650,
-    "tests": 60_400,
-    "scripts": 4_750,  # thirty forms of a reply in bench/grading.py, and rows of mutants
-    "extras": 9_300,
+    "rl4llm": 65_250,  # workspaces, task directories, shells and agents in them, compaction, tries, and six methods
+    "tests": 65_400,
+    "scripts": 5_190,  # rows of mutants, and two benchmarks
+    "extras": 9_330,
 }  # a change that raises one says why beside it
 
 
