@@ -96,11 +96,11 @@ def files_of_a_step(model_dir, directory, monkeypatch):
     return seen
 
 
-def test_one_step_is_at_most_15_files_and_3720_lines():
+def test_one_step_is_at_most_15_files_and_3740_lines():
     files = listed()
     lines = sum(len((PACKAGE / file).read_text().splitlines()) for file in files)
     assert len(set(files)) == len(files) <= 15
-    assert lines <= 3720
+    assert lines <= 3740
 
 
 def test_a_step_runs_only_through_the_listed_files(model_dir, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.registry import from_extension
+from rl4llm.core.schema import with_options
 from rl4llm.extensions.tasks.grade import Tasks
 from rl4llm.extensions.tasks.task import names_task, read_task
 
@@ -24,7 +25,7 @@ def check_tasks(
     tasks = {(row["task"], repr(row.get("files"))): row for row in rows if names_task(row)}
     if not tasks:
         return []
-    workspaces = from_extension("workspaces", "check --task")(**options)
+    workspaces = with_options("env.workspace", from_extension("workspaces", "check --task"), options)
     try:
         return asyncio.run(_check(workspaces, list(tasks.values()), tell))
     finally:

@@ -62,4 +62,4 @@ def test_the_command_checks_tasks_before_it_loads_a_model(tmp_path, capsys):
     assert out.count("\n") == 1 and "unsolved" in out
     assert main([*words, "eval.every=0"]) == 1  # nothing is wrong with the tasks
     assert capsys.readouterr().err.startswith("ModelError")
-    assert main([*words, "env.workspace={engine: none}"]) == 2
+    assert main([*words, "env.workspace={imag: host}"]) == 2

@@ -128,7 +128,7 @@ def test_an_episode_sees_no_solution_and_no_later_commit(tasks, name, tmp_path):
 
 @pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
 def test_solutions_pass_and_empty_agents_do_not(tasks):
-    assert check_tasks(load_rows(tasks), {"count": 2}) == []
+    assert check_tasks(load_rows(tasks), {"count": 2}, print) == []
 
 
 FIX = "import calc; calc.double = lambda x: 2 * x"
