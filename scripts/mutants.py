@@ -495,7 +495,7 @@ TASKS = _of(
      "test_check.py::test_check_tries_tasks_with_the_files_of_each_row"),
     ("tasks_checked_rows", "check.py", '(row["task"], repr(row.get("files")))', 'row["task"]',
      "test_check.py::test_check_tries_tasks_with_the_files_of_each_row"),
-    ("tasks_of_another_column", "task.py", 'os.path.isfile(os.path.join(str(row.get("task") or ""), mark))', '"task" in row',
+    ("tasks_of_another_column", "task.py", 'os.path.isfile(os.path.join(str(task), mark))', '"task" in row',
      "test_check.py::test_check_names_tasks_that_do_not_tell"),
     ("swe_future", "swe.py", 'shutil.rmtree(repo / ".git")', "pass",
      "test_swe.py::test_an_episode_sees_no_solution_and_no_later_commit"),

@@ -225,10 +225,18 @@ def test_only_the_command_that_is_named_is_read():
 def test_the_examples_in_every_help_text_can_be_parsed():
     (commands,) = (action.choices for action in build_parser()._actions if action.choices)
     assert len(commands) == len(list(COMMANDS))
-    (actions,) = (action.choices for action in commands["recipe"]._actions if action.choices)
-    inner = {f"recipe {name}": action for name, action in actions.items()}
+    inner = {
+        f"{group} {name}": command
+        for group in ("recipe", "tasks")
+        for actions in (action.choices for action in commands[group]._actions if action.choices)
+        for name, command in actions.items()
+    }
     for name, command in (commands | inner).items():
-        if name in ("serve", "recipe"):  # the launcher's own help; the words that follow have examples
+        if name in (
+            "serve",
+            "recipe",
+            "tasks",
+        ):  # the launcher's own help; the words that follow have examples
             continue
         _, _, examples = command.format_help().partition("examples:\n")
         assert f"rl4llm {name} " in examples.replace("\n", " "), name

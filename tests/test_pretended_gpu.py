@@ -31,7 +31,7 @@ IN_THE_GRAPH = {
     "autocast": 325,
 }  # kernels of a decode step with 28 layers; 5 leave out padded ids
 OUTSIDE = 0  # of the graph
-IN_AN_UPDATE = 630  # kernels of a micro-batch with 4 layers
+IN_AN_UPDATE = 640  # kernels of a micro-batch with 4 layers
 REQUESTS = (
     {}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.7},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {},

@@ -51,7 +51,8 @@ def main() -> None:
     model = load_model(options.model)[0] if options.model else build_model(options.size)
     use_fast_linear(model)
     backend = TorchBackend(model, lr=0.0, autocast="none" if options.dtype == "float32" else options.dtype)
-    records = episodes(options.forks, options.turns, *options.lengths, model.config.vocab_size)
+    prompt, answer, reply = options.lengths
+    records = episodes(options.forks, options.turns, prompt, answer, reply, model.config.vocab_size)
     batches = {side: packed(records, *how) for side, how in SIDES.items()}
     tokens = {side: sum(int(is_computed(batch).sum()) for batch in parts) for side, parts in batches.items()}
     taken = in_turns(

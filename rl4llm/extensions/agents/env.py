@@ -142,11 +142,11 @@ class AgentEnv(BaseMDPEnv):
                     endpoint.socket(session) as socket,
                     agent.opened(session.sample, socket) as workspace,
                 ):
-                    await self._conclude(endpoint, session, agent.run_in(workspace, task, session.key))
+                    await self._run(endpoint, session, agent.run_in(workspace, task, session.key))
                     if session.sample.failure is None:
                         await agent.grade(session.sample, workspace)
             else:
-                await self._conclude(endpoint, session, self.agent.run(task, base_url, session.key))
+                await self._run(endpoint, session, self.agent.run(task, base_url, session.key))
         finally:
             await endpoint.close(session)
 
@@ -175,12 +175,16 @@ class AgentEnv(BaseMDPEnv):
             "messages": [_told(message) for message in sample.messages],
         }
 
-    async def _conclude(
+    async def _run(
         self, endpoint: AgentEndpoint, session: AgentSession, run: Coroutine[Any, Any, AgentOutcome]
     ) -> None:
-        """Run the agent, hand over the records, and set how the episode ended."""
-        outcome, sample = await self._outcome(session, run), session.sample
+        """Run the agent, and end its episode."""
+        outcome = await self._outcome(session, run)
         await endpoint.close(session)
+        self._conclude(session.sample, session, outcome)
+
+    def _conclude(self, sample: SampleState, session: AgentSession, outcome: AgentOutcome | None) -> None:
+        """Hand over the records, and set how the episode ended."""
         records = session.history.records
         if records:
             sample.spans[:] = records[0].spans

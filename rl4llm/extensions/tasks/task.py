@@ -71,7 +71,8 @@ def read_task(directory: Path) -> Task:
 
 def names_task(row: Mapping[str, Any]) -> bool:
     """Return whether the column `task` of a row is a task directory; it may be a kind or a sentence in other datasets."""
-    return any(os.path.isfile(os.path.join(str(row.get("task") or ""), mark)) for mark in MARKS)
+    task = row.get("task")
+    return bool(task) and any(os.path.isfile(os.path.join(str(task), mark)) for mark in MARKS)
 
 
 def _harbor(file: Path) -> Task:

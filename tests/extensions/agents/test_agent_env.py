@@ -428,5 +428,5 @@ def test_a_command_sees_no_keys_of_the_trainer(play, command, monkeypatch):
 def test_variables_of_a_function_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="only for a command"):
         AgentEnv([], tokenizer, [], 1, 1, agent=print, env={"MODE": "test"})
-    with pytest.raises(ConfigError, match="'MODE' must be a string"):
+    with pytest.raises(ConfigError, match="MODE"):
         AgentEnv([], tokenizer, [], 1, 1, command="true", env={"MODE": 1})

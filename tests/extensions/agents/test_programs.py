@@ -111,8 +111,9 @@ def test_a_real_agent_that_streams_plays_the_same(play, tokenizer, options):
 @pytest.mark.parametrize("name", ["mini_swe_agent", "openai_agents"])
 def test_a_real_agent_trains_two_steps(options, model_dir, tmp_path, capsys, name):
     options(name)
-    described = json.loads((model_dir / "config.json").read_text())
-    (model_dir / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 8192}))
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 8192}))
     small = [
         "rollout.prompts=1", "rollout.group_size=2", "rollout.max_tokens=12", "model.autocast=none", "max_steps=2",
         "data.limit=4", "tracking.tensorboard=false", "checkpoint.every=0", "eval.every=0", "training.lr=1.0e-3",
@@ -121,7 +122,7 @@ def test_a_real_agent_trains_two_steps(options, model_dir, tmp_path, capsys, nam
     ]  # fmt: skip
     files = [str(CONFIGS / "agent_grpo.yaml"), str(CONFIGS / "agents" / f"{name}.yaml")]
     run = tmp_path / "run"
-    assert main(["train", *files, *small, f"model.path={model_dir}", f"output.dir={run}"]) == 0
+    assert main(["train", *files, *small, f"model.path={model}", f"output.dir={run}"]) == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "trajectories" in row]
     assert len(rows) == 2 and all(row["trajectories"] == 2 and row["mismatch/max"] < 1e-4 for row in rows)

@@ -27,7 +27,7 @@ def as_nobody(suite, names=(), level="auto"):
         root = Path(directory)
         package = HERE.parents[2] / "rl4llm"
         (root / "rl4llm" / "extensions").mkdir(parents=True)
-        for source in ("__init__.py", "extensions/__init__.py", "core", "extensions/sandbox"):
+        for source in ("__init__.py", "extensions/__init__.py", "core", "runtime", "extensions/sandbox"):
             copy = shutil.copytree if (package / source).is_dir() else shutil.copy
             copy(package / source, root / "rl4llm" / source)
         for name in ("abuse.py", "check_abuse.py", "honest.py", "sandbox_user.py"):
