@@ -198,7 +198,7 @@ def test_every_public_name_can_be_imported():
 
 
 MOST_LINES = {
-    "rl4llm": 65_250,  # workspaces, task directories, shells and agents in them, compaction, tries, and six methods
+    "rl4llm": 65_260,  # workspaces, task directories, shells and agents in them, compaction, tries, and six methods
     "tests": 65_400,
     "scripts": 5_190,  # rows of mutants, and two benchmarks
     "extras": 9_330,

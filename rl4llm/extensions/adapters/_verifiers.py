@@ -123,10 +123,12 @@ def main() -> None:
     """Run the command line; only the result is written to standard output."""
     result_to = os.dup(1)
     os.dup2(2, 1)
-    sys.path.insert(0, os.getcwd())
-    # for tool servers
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     chosen, what = json.loads(sys.argv[2]), json.load(sys.stdin)
+    directory = chosen.pop("directory")
+    os.chdir(directory)
+    sys.path.insert(0, directory)
+    # for tool servers
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (directory, os.environ.get("PYTHONPATH"))))
     try:
         env = environment(**chosen)
         result = listed(env, **what) if sys.argv[1] == "list" else asyncio.run(play(env, what["verifiers"]))

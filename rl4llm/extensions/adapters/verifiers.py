@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,7 +84,8 @@ class VerifiersEnv(AGENT_ENV):
         **kwargs: Any,
     ):
         command = _command("play", task, python, options, max_steps)
-        super().__init__(*args, command=command, max_steps=max_steps, **kwargs)
+        home = {"HOME": os.path.expanduser("~"), **(kwargs.pop("env", None) or {})}  # its caches are there
+        super().__init__(*args, command=command, max_steps=max_steps, env=home, **kwargs)
 
     def _conclude(self, sample: SampleState, session: Any, outcome: Any) -> None:
         verdict = None
@@ -114,7 +116,9 @@ class VerifiersReward(BaseBatchReward):
 def _command(
     verb: str, task: str, python: str, options: Mapping[str, Any] | None, max_turns: int
 ) -> list[str]:
-    chosen = {"task": task, "options": dict(options or {}), "max_turns": max_turns}
+    # an agent's command has a directory of its own, in which the task's package is not
+    directory = os.getcwd()
+    chosen = {"task": task, "options": dict(options or {}), "max_turns": max_turns, "directory": directory}
     return [str(python), "-P", str(RUNNER), verb, json.dumps(chosen)]
 
 
