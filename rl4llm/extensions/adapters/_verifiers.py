@@ -15,13 +15,16 @@ import json
 import math
 import os
 import sys
+import tomllib
+from importlib import metadata
 from typing import Any
 
+from packaging.requirements import Requirement
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.client import EvalClientConfig
 from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.harnesses.null import NullHarness
+from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils.loaders import (
     default_harness_id,
     env_config_type,
@@ -29,32 +32,39 @@ from verifiers.v1.utils.loaders import (
     resolve_env_config,
 )
 
-__all__ = ["ChatHarness"]  # verifiers finds the harness by it
-HARNESS = "rl4llm_chat"
 HELD_OUT_SHARE = 10  # one task in this many is held out
 TRIES = 20  # tasks of an endless set to look at for each task requested
-sys.modules[HARNESS] = sys.modules[__name__]
+BY_UV = SubprocessRuntime.prepare_uv_script
 
 
-class ChatHarness(NullHarness):
-    """verifiers' own chat loop with a task's tools, run by this interpreter without installing anything."""
+async def prepare_script(
+    runtime: SubprocessRuntime, script: str | bytes, env: Any = None, *, activate: bool = True
+) -> list[str]:
+    """Return the words that run a harness's script: with this interpreter if it has the packages, else with uv.
 
-    async def setup(self, runtime: Any) -> None:
-        """Do nothing: NullHarness would install an interpreter for the loop."""
+    uv makes an environment for each new script, which takes up to a minute and needs a network.
+    """
+    source = script if isinstance(script, str) else script.decode()
+    if not all(map(is_installed, requirements_of(source))):
+        return await BY_UV(runtime, script, env, activate=activate)
+    path = f"{runtime.workdir}/.scripts/{hashlib.sha256(source.encode()).hexdigest()}.py"  # of this episode alone
+    await runtime.write(path, source.encode())
+    return [sys.executable, path]
 
-    async def launch(self, ctx: Any, trace: Any, runtime: Any, *arguments: Any, **options: Any) -> Any:
-        return await super().launch(ctx, trace, _Here(runtime), *arguments, **options)
+
+def requirements_of(source: str) -> list[str]:
+    """Return the dependencies that a script names in its header (PEP 723)."""
+    header = source.partition("# /// script\n")[2].partition("# ///\n")[0]
+    lines = (line.removeprefix("#").removeprefix(" ") for line in header.splitlines())
+    return list(tomllib.loads("\n".join(lines)).get("dependencies", []))
 
 
-class _Here:
-    """A runtime that runs scripts with this interpreter."""
-
-    def __init__(self, runtime: Any):
-        self.write, self.run_program = runtime.write, runtime.run_program
-
-    async def prepare_uv_script(self, source: str, env: Any, *, activate: bool = True) -> list[str]:
-        await self.write("chat.py", source.encode())
-        return [sys.executable, "chat.py"]
+def is_installed(text: str) -> bool:
+    requirement = Requirement(text)
+    try:
+        return not requirement.extras and requirement.specifier.contains(metadata.version(requirement.name))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def environment(task: str, options: dict[str, Any], max_turns: int) -> Any:
@@ -62,13 +72,14 @@ def environment(task: str, options: dict[str, Any], max_turns: int) -> Any:
 
     Raises ValueError if the environment has other agents than `agent`.
     """
+    SubprocessRuntime.prepare_uv_script = prepare_script
     taskset = {"id": task, **options.get("taskset", {})}
     roles = list(agent_config_fields(env_config_type(task, options.get("id", ""))()))
     if roles != ["agent"]:
         raise ValueError(f"its agents are {', '.join(roles)}, but one policy plays only 'agent'")
     agent = {"runtime": {"type": "subprocess"}, "max_turns": max_turns, **options.get("agent", {})}
     if default_harness_id(task) == "bash":  # the set of tasks has no harness
-        agent.setdefault("harness", {"id": HARNESS})
+        agent.setdefault("harness", {"id": "null"})
     return load_environment(resolve_env_config({**options, "taskset": taskset, "agent": agent}))
 
 

@@ -60,7 +60,9 @@ class VerifiersEnv(AGENT_ENV):
 
     The reward `verifiers` is the reward of verifiers; its parts and metrics are logged as `env/<name>`. An episode that
     verifiers does not score, for example because a tool broke, fails (`agent/crashed`). One that hit a limit is scored
-    as far as it got. For a set of tasks without a harness, verifiers' plain chat loop is used with the tasks' tools.
+    as far as it got. For a set of tasks without a harness, verifiers' plain chat loop is used with the tasks' tools; the
+    commands of other harnesses run with the rights of this process. Scripts of a harness run with `python` where it has
+    their packages, else verifiers makes an environment for them with uv.
     Loading verifiers takes seconds of one core per episode: set `env.processes` to the number of cores.
 
     Args:

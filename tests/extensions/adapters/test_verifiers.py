@@ -127,6 +127,29 @@ def test_episode_that_hits_the_turn_limit_is_scored(tokenizer, play, rows):
     assert episode.extras["metrics"]["requests"] == 1 and episode.reward < 0.5
 
 
+BASH = '<tool_call>{"name": "bash", "arguments": {"command": "expr 37 + 48 | tee sum && ls"}}</tool_call>'
+
+
+def test_a_harness_of_verifiers_plays_without_uv(tokenizer, play, rows, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    client = ScriptedClient(tokenizer, {"": [BASH, "4"]})
+    agent = {"agent": {"harness": {"id": "bash"}}}
+    (episode,) = play(client, options=agent).trajectories
+    assert episode.messages[0].content.startswith("You are a coding agent") and not episode.forks
+    assert "85" in episode.messages[3].content and "sum" in episode.messages[3].content
+    assert episode.extras["verifiers"]["metrics"]["turns"] == 2 and len(episode.policy_spans) == 2
+
+
+def test_a_harness_that_compacts_trains_its_summary(tokenizer, play):
+    client = ScriptedClient(tokenizer, {"": [BASH, "The sum is 85.", "4"]})
+    harness = {"id": "bash", "compaction": {"summarize_at_tokens": 60}}
+    (episode,) = play(client, options={"agent": {"harness": harness}}).trajectories
+    metrics = episode.extras["metrics"]
+    assert metrics["requests"] == 3 and metrics["trained_tokens"] == metrics["generated_tokens"]
+    texts = [message.content for message in episode.messages]
+    assert len(episode.forks) == 1 and any("The sum is 85." in text for text in texts)
+
+
 @pytest.mark.parametrize(("broken", "said"), [
     pytest.param("raises", "the judge is away", marks=pytest.mark.sweep),
     ("dies", "exit code 7"),
