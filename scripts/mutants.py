@@ -172,7 +172,7 @@ TRAINERS = _of(
      f"../algorithms/{NO_PASS}"),
     ("success_of_a_prompt", "rl.py", "succeeded + success, episodes + 1", "succeeded, episodes + 1",
      "test_mixture.py::test_prompts_are_drawn_by_the_success_of_their_latest_group"),
-    ("draws_are_groups", "prepare.py", "replace(trajectory, draw=draw)", "replace(trajectory, draw=0)",
+    ("draws_are_groups", "prepare.py", "replace(one, draw=draw)", "replace(one, draw=0)",
      "test_prepare.py::test_two_draws_of_a_prompt_are_two_groups"),
     ("zero_credits_under_kl", "prepare.py", "every_token or any(", "any(",
      "test_training.py::test_a_kl_penalty_in_the_loss_trains_groups_of_equal_rewards"),

@@ -97,6 +97,8 @@ def _conflicts(config: Config, given: Given, needs: Needs) -> dict[str, Any]:
         "Objects of Python (dataset, reward_functions, env) cannot be combined with parts. Name them inside each part.": (
             config.parts and any(item is not None for item in objects)
         ),
+        f"{algorithm} averages weights, which model.dtype={config.model.dtype} rounds away. Set model.dtype=float32, or "
+        "another teacher.": needs.reference_rate < 1 and config.model.dtype != "float32",
         f"rollout.temperature=0 is not accepted with {algorithm}, which compares the answers to a prompt: they would all be "
         "the same. Set rollout.temperature above 0; for evaluation set eval.temperature.": (
             samples and compared and not rollout.temperature and config.max_steps

@@ -83,6 +83,8 @@ def build_reference(setup: Setup, policy: BaseBackend, start: Any) -> TokenScore
     needs, tokenizer = setup.needs, setup.tokenizer
     if not needs.reference:
         return None
+    if needs.reference_live:
+        return policy
     if policy.adapter is not None and not needs.separate_reference(adapter=True):
         from rl4llm.backends.lora import FrozenModel  # noqa: PLC0415 - most runs have no adapter
 

@@ -19,6 +19,7 @@ from rl4llm.compose.environments import (
     build_env,
     build_rewards,
     build_sandbox,
+    check_columns,
     check_curriculum,
     provided_by,
     unset_notes,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 SUPERVISED = "rl4llm.compose.supervised:build_supervised"
 MIXED = "rl4llm.envs.mixture:MixedRollout"
+PRIVILEGED = "rl4llm.envs.privileged:PrivilegedRollout"
 
 AnyTrainer: TypeAlias = "RLTrainer | DatasetTrainer"
 """A trainer from `build_trainer`: one that samples episodes, or one that reads a dataset."""
@@ -106,7 +108,10 @@ class Task:
         names = ("max_tokens", "top_p", "top_k") if held_out is None else ("max_tokens",)
         options = {name: getattr(section, name) for name in names} | {"stop": tuple(section.stop)}
         sampling = options if self.part else None
-        return Rollout(env, renderer=self.renderer, part=self.part, sampling=sampling, **played)
+        make: Callable[..., Rollout] = Rollout
+        if held_out is None and self.setup.needs.privileged:
+            make = functools.partial(load(PRIVILEGED), self.setup.algorithm.privileged_prompts)
+        return make(env, renderer=self.renderer, part=self.part, sampling=sampling, **played)
 
     def fit(self, context_length: int) -> list[str]:
         """Keep the rows that rewards can score and whose prompts leave room for an answer; return warnings."""
@@ -128,6 +133,7 @@ def _task(part: str, setup: Setup, dataset: Any, sandbox: Callable[[], Any]) -> 
         if name not in (names := [reward.name for reward in rewards]):
             raise ConfigError(unknown("a reward that the algorithm needs", name, names))
     env = build_env(setup, dataset, rewards, transform, provided)
+    check_columns(dataset, setup.needs.columns)
     rows = held_out_rows(setup)
     held_out = build_env(setup, rows, rewards, transform, provided) if rows is not None else None
     setup.identity.add_code([type(env), *(item for name, item in vars(env).items() if name != "dataset")])
@@ -159,7 +165,7 @@ def _reinforced(
     prompts = prompts_of(setup, {task.part: task.env.dataset for task in tasks})
     sampled = max(task.env.max_steps * task.setup.config.rollout.max_tokens for task in tasks)
     critic, reference = build_critic(setup, start), build_reference(setup, backend, start)
-    beside = [model for model in (critic, reference) if isinstance(model, BaseBackend)]
+    beside = [one for one in (critic, reference) if isinstance(one, BaseBackend) and one is not backend]
     preparation = Preparation(
         algorithm=algorithm,
         policy=backend,

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rl4llm.core.base_backend import TokenMetrics
+from rl4llm.core.sample import SampleState
 from rl4llm.core.schema import check_fields
-from rl4llm.core.types import Group, TrainBatch, Trajectory
+from rl4llm.core.types import ChatMessage, Group, TrainBatch, Trajectory
 
 LearnsFrom = Literal[
     "episodes", "demonstrations", "worlds", "conversations", "pairs", "comparisons", "labels"
@@ -21,6 +22,8 @@ environment answers, or both; pairs of a preferred and a rejected answer; answer
 
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 """See `rl4llm.algorithms.functional.kl`."""
+
+Prompt = Sequence[ChatMessage]
 
 Total = Callable[[Tensor], Tensor]
 """The sum of a tensor over all ranks; on one rank the tensor itself."""
@@ -52,6 +55,9 @@ class Needs:
     reference: bool = False
     reference_path: str | None = None  # another model than the policy's own start
     reference_every: int = 0  # steps after which the policy becomes the reference; 0 is never
+    reference_rate: float = 1.0  # how much of the way to the policy it then moves
+    reference_live: bool = False  # it is the policy before the updates of a step, not a further model
+    privileged: bool = False  # it reads the policy's tokens behind the prompts of `privileged_prompts`
     # (coefficient, estimator) of a KL penalty on the trajectory's reward
     reward_kl: tuple[float, KLEstimator] | None = None
     old_logprobs: bool = False  # computed by the trainer, else those of the engine
@@ -66,12 +72,13 @@ class Needs:
         Mapping[str, float], ...
     ] = ()  # fields of SamplingParams by sample index; starts again after the last
     rewards: tuple[str, ...] = ()  # that each trajectory must have, by name
+    columns: tuple[str, ...] = ()  # in which each row must have a text
     refills: int = 0  # how often prompts are sampled in place of groups that `keep` refused
 
     def separate_reference(self, adapter: bool) -> bool:
         """Return whether the reference is a further model; with an `adapter` it may be the policy without it."""
         under_adapter = adapter and self.reference_path is None and not self.reference_every
-        return self.reference and not under_adapter
+        return self.reference and not self.reference_live and not under_adapter
 
 
 class BaseAlgorithm(ABC):
@@ -103,6 +110,13 @@ class BaseAlgorithm(ABC):
     def needs(self) -> Needs:
         """Return what this algorithm needs with its options."""
         return Needs()
+
+    def privileged_prompts(self, samples: Sequence[SampleState], group: Group) -> list[Prompt | None]:
+        """Return the prompt that the reference reads before each trajectory, None for one that it does not read.
+
+        `samples` are what the trajectories were made of. It is called only if `needs().privileged`.
+        """
+        raise TypeError(f"{type(self).__name__} has no privileged prompts.")
 
     def keep(self, group: Group) -> bool:
         """Return whether a group trains."""

@@ -157,6 +157,14 @@ class BaseBackend(ABC):
     def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Copy another model's `own_weights` into this one's."""
 
+    def follow(self, other: BaseBackend, rate: float) -> None:
+        """Move the weights by `rate` of the way to those of another model, which is in reach; 1 copies them."""
+        weights = other.own_weights()
+        if rate < 1:
+            pairs = zip(self.own_weights(), weights, strict=True)
+            weights = ((name, before.lerp(after.to(before), rate)) for (name, before), (_, after) in pairs)
+        self.take_weights(weights)
+
     @abstractmethod
     def weight_specs(self) -> list[TensorSpec]:
         """Return names, shapes and dtypes of what `weights` yields, without gathering any."""

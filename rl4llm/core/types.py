@@ -192,6 +192,7 @@ class Trajectory:
     origins: tuple[Origin | None, ...] = ()
     draw: int = 0  # its group's number in the step, in which a prompt may occur twice
     successes: Mapping[str, bool] = field(default_factory=dict)
+    privileged: tuple[tuple[TokenSpan, ...] | None, ...] = ()  # the records for a reference that knows more
 
     @property
     def success(self) -> bool | None:

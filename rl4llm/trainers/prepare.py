@@ -12,6 +12,7 @@ from torch import Tensor
 from rl4llm.algorithms.functional import kl
 from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator
 from rl4llm.core.base_backend import BaseBackend, TokenMetrics, TokenScorer
+from rl4llm.core.registry import load
 from rl4llm.core.types import Group, TrainBatch, Trajectory, Update
 from rl4llm.data.pack import Batching, Credit, StepTotals, filler, totals_of
 from rl4llm.runtime.ranks import Ranks
@@ -51,9 +52,7 @@ class Preparation:
         """Return the optimizer steps after `step` finished steps, from groups that train."""
         needs, metrics = self.algorithm.needs(), {}
         groups = [  # the number in the step separates two draws of the same prompt
-            replace(
-                group, trajectories=tuple(replace(trajectory, draw=draw) for trajectory in group.trajectories)
-            )
+            replace(group, trajectories=tuple(replace(one, draw=draw) for one in group.trajectories))
             for draw, group in enumerate(groups)
         ]
         if needs.reward_kl is not None:
@@ -72,7 +71,7 @@ class Preparation:
         for batch in batches:
             if needs.old_entropy:
                 batch.old_entropy_BT = self._entropy(batch)
-            if needs.reference:
+            if needs.reference and not needs.privileged:
                 batch.ref_logprobs_BT = self._numbers(self.reference, batch)
             if needs.critic:
                 batch.values_BT = self._numbers(self.critic, batch)
@@ -95,7 +94,7 @@ class Preparation:
 
     def _share(self, groups: Sequence[Group], credits: Sequence[Credits]) -> tuple[Update, StepTotals]:
         """Return the micro-batches of one optimizer step on this rank, and the totals of all ranks."""
-        every_token = self.algorithm.needs().every_token
+        needs = self.algorithm.needs()
         chain = itertools.chain.from_iterable
         members = chain(group.trajectories for group in groups)
         learners = chain(self.algorithm.learners(group) for group in groups)
@@ -104,13 +103,21 @@ class Preparation:
         for trajectory, credit, learns in zip(members, chain(credits), learners, strict=True):
             turns = credit if isinstance(credit, Sequence) else [credit]
             if turns and learns:
-                is_needed = every_token or any(abs(turn) > NO_CREDIT for turn in turns)
+                is_needed = needs.every_token or any(abs(turn) > NO_CREDIT for turn in turns)
                 trajectories.append(trajectory)
                 token_credits.append(credit if is_needed else None)
         counts = torch.tensor(totals_of(trajectories), dtype=torch.float64)
         totals = StepTotals(*map(int, self.ranks.total(counts).tolist()))
         records = [record for trajectory in trajectories for record in trajectory.records]
-        return Update(self._aligned(self.batching.pack(trajectories, token_credits, totals)), records), totals
+        batches = self._aligned(self.batching.pack(trajectories, token_credits, totals))
+        if needs.privileged:
+            fill = load("rl4llm.trainers.privileged:fill_reference")
+            fill(batches, trajectories, self._repacked, lambda batch: self._numbers(self.reference, batch))
+        return Update(batches, records), totals
+
+    def _repacked(self, trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
+        """Return micro-batches for a pass of a model, without credits."""
+        return self._aligned(self.batching.pack(trajectories, [1.0] * len(trajectories)))
 
     def _aligned(self, batches: list[TrainBatch]) -> list[TrainBatch]:
         """Add empty batches until all ranks have equally many, since sharded models compute together."""
@@ -141,10 +148,8 @@ class Preparation:
         penalty = iter((coefficient * penalties).tolist())
         penalised = []
         for group in groups:
-            lower = tuple(
-                replace(member, reward=member.reward - next(penalty)) for member in group.trajectories
-            )
-            penalised.append(replace(group, trajectories=lower))
+            lower = (replace(one, reward=one.reward - next(penalty)) for one in group.trajectories)
+            penalised.append(replace(group, trajectories=tuple(lower)))
         return penalised, self._mean(penalties).item()
 
     def _divergence(self, groups: Sequence[Group]) -> Tensor:
@@ -168,10 +173,10 @@ class Preparation:
     def _sums(self, trajectories: Sequence[Trajectory], numbers_of: Callable[[TrainBatch], Tensor]) -> Tensor:
         """Sum over each trajectory, in fp64, the numbers (B, T) of its policy tokens in a batch."""
         owners = torch.tensor(
-            [i for i, trajectory in enumerate(trajectories) for _ in trajectory.records], dtype=torch.long
+            [i for i, one in enumerate(trajectories) for _ in one.records], dtype=torch.long
         )
         sums = torch.zeros(len(trajectories), dtype=torch.float64)
-        for batch in self._aligned(self.batching.pack(trajectories, [1.0] * len(trajectories))):
+        for batch in self._repacked(trajectories):
             numbers_BT = numbers_of(batch)
             if batch.record_ids_BT is not None:  # fillers have none
                 records_N = batch.record_ids_BT[batch.mask_BT]

@@ -119,7 +119,7 @@ class RLTrainer(BaseTrainer[RLStep]):
             self.inference.lend_device(self.backend)
             reference, needs = self._moving_reference, self.algorithm.needs()
             if reference and self.step and self.step % needs.reference_every == 0:
-                reference.take_weights(self.backend.own_weights())
+                reference.follow(self.backend, needs.reference_rate)
             trains = [self._trains(group) for group in step.groups]
             prepared = self.preparation.prepare(list(compress(step.groups, trains)), self.step)
             credits = iter(prepared.credits)
@@ -245,12 +245,9 @@ class RLTrainer(BaseTrainer[RLStep]):
             from rl4llm.envs.stored import read_played  # noqa: PLC0415 - synchronous runs never need it
 
             share, oldest = self.prompts.batch_size * self.ranks.size, self.step - self.staleness.limit
-            file, files = (
-                directory / f"played-{self.ranks.rank}.jsonl",
-                list(directory.glob("played-*.jsonl")),
-            )
-            # As many ranks as before play the same draws each.
-            files = [file] if len(files) == self.ranks.size else files
+            files = list(directory.glob("played-*.jsonl"))
+            if len(files) == self.ranks.size:  # as many ranks as before play the same draws each
+                files = [directory / f"played-{self.ranks.rank}.jsonl"]
             self.stream.kept = read_played(files, self.stream.rounds, share, oldest)
 
     def begin(self, step: int) -> None:
@@ -312,9 +309,8 @@ class RLTrainer(BaseTrainer[RLStep]):
     def _staleness(self, step: RLStep) -> dict[str, float]:
         spans = [span for trajectory in step.trajectories for span in trajectory.policy_spans]
         ages = [(self.step - (span.version or 0), len(span.token_ids)) for span in spans]
-        total, tokens = self.ranks.total(
-            torch.tensor([sum(age * size for age, size in ages), sum(size for _, size in ages)])
-        ).tolist()
+        counts = torch.tensor([sum(age * size for age, size in ages), sum(size for _, size in ages)])
+        total, tokens = self.ranks.total(counts).tolist()
         oldest = self.ranks.largest(max((age for age, _ in ages), default=0))
         return {"staleness": total / max(tokens, 1), "staleness/max": float(oldest)}
 
@@ -333,9 +329,8 @@ class RLTrainer(BaseTrainer[RLStep]):
             return
         members = [member for group in step.groups if not group.frozen for member in group.trajectories]
         played: dict[str, tuple[int, int]] = {}
-        for name, success in chain(
-            *self.ranks.everyone([(getattr(one, key), bool(one.success)) for one in members])
-        ):
+        pairs = [(getattr(one, key), bool(one.success)) for one in members]
+        for name, success in chain(*self.ranks.everyone(pairs)):
             succeeded, episodes = played.get(name, (0, 0))
             played[name] = succeeded + success, episodes + 1
         self.prompts.observe(played)
