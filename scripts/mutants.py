@@ -45,6 +45,7 @@ SHARING = "test_torch_backend.py::test_sharing_any_prefix_keeps_the_plain_models
 TEMPERATURE = "test_training.py::test_log_probs_use_the_temperature_of_the_samples"
 SERVED = "test_server.py::test_"
 POOL = "test_verifier_pool.py::test"
+PRIVILEGED = "../trainers/test_privileged.py::test_"
 STALE = "test_staleness.py::test_publishing_does_not_wait_for_episodes"
 REPEATABLE = "test_staleness.py::test_a_repeatable_run_plays_nothing_across_a_checkpoint"
 
@@ -87,6 +88,14 @@ ALGORITHMS = _of(
      "test_rae.py::test_a_resumed_run_compares_with_the_same_mean"),
     ("student_of_an_update", "distill.py", "logprobs_BT.detach() - batch.ref", "batch.old_logprobs_BT - batch.ref",
      f"{OFF_POLICY}_distillation_follows_the_divergence_from_the_teacher"),
+    ("student_of_self_distillation", "self_distillation.py", "logprobs_BT.detach() - batch.ref",
+     "batch.old_logprobs_BT - batch.ref", f"{OFF_POLICY}_distillation_follows_the_divergence_from_the_teacher"),
+    ("bound_of_self_distillation", "self_distillation.py", ".exp().clamp(max=self.ratio_max)", ".exp()", ORACLES),
+    ("rest_of_self_distillation", "self_distillation.py", "(1 - self.distill_coef) * policy_BT", "policy_BT", ORACLES),
+    ("records_without_a_teacher", "self_distillation.py", "gap_BT.masked_fill(gap_BT.isnan(), 0.0)", "gap_BT",
+     f"{ARRANGED}[sdpo-distill_coef+scale_rewards+mask_truncated]"),
+    ("a_sibling_is_another", "self_distillation.py", "for j in solved if j != i", "for j in solved",
+     f"{PRIVILEGED}sdpo_tells_a_right_answer_and_feedback_on_a_wrong_one"),
     ("options_for_old_samples", "policy_gradient.py", 'return {"old_logprobs": "re', 'return {} and {"old_logprobs": "re',
      f"{OFF_POLICY}_old_samples_move_the_right_answer_up"),
     ("constant_old_log_probs", "policy_gradient.py", "= logprobs_BT.detach()", "= logprobs_BT", NO_PASS),
@@ -162,6 +171,22 @@ DATA = _of(
 TRAINERS = _of(
     "trainers",
     "tests/trainers",
+    ("sampled_token_of_a_twin", "privileged.py", ".argsort().argsort()]", ".argsort()]",
+     f"{PRIVILEGED}the_teachers_log_probs_are_those_of_a_plain_pass"),
+    ("record_of_a_twin", "privileged.py", "record_ids_BT << 32 |", "record_ids_BT |",
+     f"{PRIVILEGED}the_teachers_log_probs_are_those_of_a_plain_pass"),
+    ("records_that_are_not_read", "privileged.py", "numbers_N.new_full(places_P.shape, torch.nan)",
+     "numbers_N.new_zeros(places_P.shape)", f"{PRIVILEGED}records_that_were_rewritten_keep_their_places"),
+    ("mean_of_the_weights", "../core/base_backend.py", "before.lerp(after.to(before), rate)", "after",
+     f"{PRIVILEGED}teachers_are_the_policy_its_start_or_its_mean[0]"),
+    ("prompt_that_a_record_begins_with", "../envs/privileged.py", "fits and same.token_ids == before.token_ids", "fits",
+     f"{PRIVILEGED}a_record_that_begins_otherwise_is_not_read"),
+    ("context_behind_a_prompt", "../envs/privileged.py", "*([rest] if rest.token_ids else ())", "*()",
+     f"{PRIVILEGED}a_record_that_begins_otherwise_is_not_read"),
+    ("room_for_a_prompt", "../envs/privileged.py", "if fits and", "if",
+     f"{PRIVILEGED}a_prompt_that_leaves_no_room_is_not_read"),
+    ("rows_without_a_demonstration", "../compose/environments.py", "isinstance(row.get(name), str) or not row[name]",
+     "isinstance(row.get(name), str)", f"{PRIVILEGED}what_would_teach_nothing_is_refused_before_the_run"),
     ("temperature_of_the_update", "rl.py", '{"temperature": self.preparation.temperature}', "{}",
      TEMPERATURE),
     ("temperature_of_old_log_probs", "prepare.py", "self._numbers(self.policy, batch) if needs",

@@ -25,6 +25,8 @@ from rl4llm.algorithms.remax import ReMax as ReMax
 from rl4llm.algorithms.reward_model import RewardModel as RewardModel
 from rl4llm.algorithms.rloo import RLOO as RLOO
 from rl4llm.algorithms.sapo import SAPO as SAPO
+from rl4llm.algorithms.self_distillation import SDFT as SDFT
+from rl4llm.algorithms.self_distillation import SDPO as SDPO
 from rl4llm.algorithms.sft import SFT as SFT
 from rl4llm.algorithms.vapo import VAPO as VAPO
 from rl4llm.core.tables import ALGORITHMS as ALGORITHMS

@@ -51,6 +51,8 @@ ALGORITHMS: Registry[type[BaseAlgorithm]] = Registry(
         "reward_model": "rl4llm.algorithms.reward_model:RewardModel",
         "rloo": "rl4llm.algorithms.rloo:RLOO",
         "sapo": "rl4llm.algorithms.sapo:SAPO",
+        "sdft": "rl4llm.algorithms.self_distillation:SDFT",
+        "sdpo": "rl4llm.algorithms.self_distillation:SDPO",
         "sft": "rl4llm.algorithms.sft:SFT",
         "vapo": "rl4llm.algorithms.vapo:VAPO",
     },

@@ -35,6 +35,7 @@ failures | Attempts that failed through no fault of the policy. | attempts | 0; 
   rollout.max_failed_share the run stops
 failures/CLASS | Failed attempts of a class, such as env/timeout or math/unavailable. | attempts | 0
 played_again/CLASS | Attempts that succeeded at the retry, by class of the failure. | attempts | 0
+env/privileged | Share of trajectories that a teacher with more in its prompt reads (sdft, sdpo). | share | above 0
 env/tool_calls | Mean tool calls per trajectory with a finished turn. | calls | above 0
 env/tool_errors | Mean tool calls that got an error as answer. | calls | below env/tool_calls
 env/runs | Mean programs per trajectory, in the environment `code`. | programs |

@@ -76,6 +76,18 @@ def groups(learns_from: str = "episodes", seed: int = 0, nonnegative: bool = Fal
     return found
 
 
+def with_privileged(group: Group, seed: int = 0) -> Group:
+    """Return a group as a reference reads it that knows more: other prompts, of other lengths, and one record not at all."""
+    draw = random.Random(seed)
+
+    def read(one: Trajectory) -> Trajectory:
+        prompt = TokenSpan.context([draw.randrange(1, 50) for _ in range(draw.randrange(1, 9))])
+        return replace(one, privileged=((prompt, *one.spans[1:]),))
+
+    first, *rest = map(read, group.trajectories)
+    return replace(group, trajectories=(replace(first, privileged=()), *rest))
+
+
 def _raised(one: Trajectory) -> Trajectory:
     earned = sum(one.turn_rewards)
     return replace(one, reward=earned + abs(one.reward - earned))
@@ -165,6 +177,8 @@ def outcome(
 ) -> Outcome:
     """Return what a step computes from the groups of this arrangement."""
     made = groups(make().needs().learns_from, nonnegative=nonnegative)
+    if make().needs().privileged:
+        made = list(map(with_privileged, made))
     found = arranged([group for group in made if make().keep(group)], arrangement)
     ranks = arrangement.ranks or (len(found),)
     share = Exchange(len(ranks))
@@ -249,12 +263,15 @@ def arranged(found: list[Group], arrangement: Arrangement) -> list[Group]:
 
 def _stretched(one: Trajectory, count: int) -> Trajectory:
     """With more tokens of the environment before each turn but the first."""
-    first, *rest = one.spans
-    longer = [
-        TokenSpan.context(span.token_ids + (70,) * count) if span.author == "context" else span
-        for span in rest
-    ]
-    return replace(one, spans=(first, *longer))
+
+    def longer(spans: tuple[TokenSpan, ...]) -> tuple[TokenSpan, ...]:
+        first, *rest = spans
+        return first, *(
+            TokenSpan.context(span.token_ids + (70,) * count) if span.author == "context" else span
+            for span in rest
+        )
+
+    return replace(one, spans=longer(one.spans), privileged=tuple(map(longer, one.privileged)))
 
 
 def _of_rank(

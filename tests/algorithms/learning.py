@@ -18,10 +18,11 @@ from typing import Any
 from ended_runs import TwoTurns
 from vowels import prompts
 
-from rl4llm.algorithms import ALGORITHMS
-from rl4llm.api import PolicyTrainer
+from rl4llm.algorithms import ALGORITHMS, SDFT, SDPO
+from rl4llm.api import PolicyTrainer, SFTTrainer
 from rl4llm.backends.tiny import build_model, build_tokenizer
-from rl4llm.core.base_env import BaseRewardFunction
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage, SampleState
+from rl4llm.core.types import Group, TokenSpan, Trajectory
 
 TEXTS = ["system\nBe brief.\n", "user\nSay 1.\nGo on.\nassistant\nAnswer: 85\n", "aeiou eau oui bcdfgh"] * 4
 QUIET = {
@@ -199,3 +200,56 @@ def ranked(method: str, options: Mapping[str, Any], directory: Path, learns: boo
     reader(method, options, directory, 1e-3 if learns else 0.0).train()
     shares = [row["rm/accuracy"] for row in _metrics(directory)]
     return Curve(tuple(max(0.0, share - 0.5) for share in shares))
+
+
+FEEDBACK = "Use more vowels."
+
+
+class Told(BaseMDPEnv):
+    """Tell what was wrong with each answer."""
+
+    def respond(self, sample: Any) -> list[Any]:
+        sample.extras["feedback"] = FEEDBACK
+        return []
+
+
+@functools.cache
+def listener() -> str:
+    """Return the directory of a model that uses vowels when its prompt asks for them, and seldom otherwise."""
+    directory, rows = Path(tempfile.mkdtemp(prefix="rl4llm-listener-")), []
+    for row in prompts(4):
+        task = [ChatMessage.from_dict(message) for message in row["messages"]]
+        sample = SampleState("", 0, task, "", {"demonstration": GOOD[0]}, extras={"feedback": FEEDBACK})
+        group = Group("", (Trajectory("", (TokenSpan.context([1]),), (), {}, 0.0, "done"),))
+        hints = [method.privileged_prompts([sample], group)[0] for method in (SDFT(), SDPO())]
+        for prompt, answers in [(task, (*BAD, *BAD, GOOD[0])), *((hint, GOOD) for hint in hints)]:
+            asked = [message.to_dict() for message in prompt]
+            rows += [{"messages": [*asked, {"role": "assistant", "content": answer}]} for answer in answers]
+    settings = {**QUIET, "max_steps": 60, "rollout.prompts": 17, "training.lr": 3e-3}
+    run = SFTTrainer(start(), rows, output={"dir": str(directory / "run")}, **settings).train()
+    run.save_pretrained(directory / "model")
+    return str(directory / "model")
+
+
+def told(method: str, options: Mapping[str, Any], directory: Path, learns: bool) -> Curve:
+    """Train a method whose teacher knows more, from a model that listens to it."""
+    kind = type("Trainer", (PolicyTrainer,), {"algorithm": method})
+    rows = [{**row, "demonstration": GOOD[0]} for row in prompts(4)]
+    settings = {
+        **QUIET,
+        "max_steps": 12,
+        "rollout.prompts": 4,
+        "rollout.group_size": 8,
+        "rollout.max_tokens": 8,
+        "training.lr": 2e-3 if learns else 0.0,
+    }
+    kind(
+        listener(),
+        rows,
+        [Vowels()],
+        env=Told,
+        algorithm=dict(options),
+        output={"dir": str(directory)},
+        **settings,
+    ).train()
+    return Curve(rewards_of(directory))

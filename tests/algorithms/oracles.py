@@ -28,6 +28,8 @@ from rl4llm.algorithms import (
     PKPO,
     PPO,
     RAE,
+    SDFT,
+    SDPO,
     VAPO,
     Distill,
     ExploreGRPO,
@@ -303,6 +305,31 @@ def distillation() -> float:
     return distance(losses(algorithm, batch), batch, wanted)
 
 
+def _taught(token: int) -> float:
+    z, r, ratio = NEW[token].item(), REF[token].item(), math.exp((NEW[token] - OLD[token]).item())
+    return (z - r) * z * min(ratio, 1.1)
+
+
+def self_distillation() -> float:
+    """Compare with the log-ratio of student and teacher, weighted by the truncated ratio, in place of any reward."""
+    algorithm = SDFT(ratio_max=1.1)
+    batch = assigned(algorithm)
+    return distance(
+        losses(algorithm, batch), batch, {token: _taught(token) for one in MEMBERS for token in ids(one)}
+    )
+
+
+def self_distillation_with_rewards() -> float:
+    """Compare with a share of that, and the rest of GRPO's loss."""
+    algorithm = SDPO(ratio_max=1.1, distill_coef=0.3, clip_low=0.1, clip_high=0.3)
+    batch, wanted = assigned(algorithm), {}
+    for group in GROUPS:
+        credits = compared([one.reward for one in group.trajectories])
+        for one, credit in zip(group.trajectories, credits, strict=True):
+            wanted |= {t: 0.3 * _taught(t) + 0.7 * clipped(t, credit, 0.1, 0.3) for t in ids(one)}
+    return distance(losses(algorithm, batch), batch, wanted)
+
+
 def dppo_total_variation() -> float:
     """Qi et al. 2026, equation 13, and the squared log-ratio of Kimi K2.5."""
     return _dppo(DPPO(clip_low=0.03, clip_high=0.04, log_ratio_coef=0.1), lambda p, q: abs(p - q))
@@ -537,6 +564,8 @@ ORACLES: dict[str, tuple[Callable[[], float], ...]] = {
     "rae": (means_of_roles,),
     "reinforce_pp": (reinforce_pp_turns,),
     "remax": (remax,),
+    "sdft": (self_distillation,),
+    "sdpo": (self_distillation_with_rewards,),
     "vapo": (vapo_advantages, vapo_loss),
 }
 """By the method that they say something of."""

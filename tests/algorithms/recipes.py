@@ -5,7 +5,7 @@ A method without a recipe fails the tests, so that a new one comes with its proo
 
 from __future__ import annotations
 
-from learning import Recipe, ranked, read, teacher
+from learning import Recipe, ranked, read, teacher, told
 
 EVERYTHING = {
     "scale_rewards": "batch",
@@ -74,6 +74,14 @@ RECIPES: dict[str, Recipe] = {
     "reinforce_pp_baseline": Recipe(invariance=(*SHARED, TURNS)),
     "remax": Recipe(overrides=LONGER, invariance=SHARED),
     # Answers of 12 tokens are so short that the paper's alpha of 0.05 would give a lambda of 0.
+    "sdft": Recipe(
+        learn=told, invariance=({"old_logprobs": "recomputed", "correction": "tis", "ratio_max": 1.1},)
+    ),
+    "sdpo": Recipe(
+        learn=told,
+        options={"solved_at": 2.0},  # feedback alone
+        invariance=({"distill_coef": 0.4, "scale_rewards": "batch", "mask_truncated": True}, *AGGREGATIONS),
+    ),
     "vapo": Recipe(options={**CRITIC, "alpha": 0.5}, overrides=LONGER, invariance=({"alpha": 0.5}, *SHARED)),
     "sft": Recipe(learn=read, invariance=({"aggregation": "sequence"},)),
     "dpo": Recipe(

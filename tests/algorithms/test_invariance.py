@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from invariance import ARRANGEMENTS, BASE, Arrangement, groups, invariance_error, outcome
+from invariance import (
+    ARRANGEMENTS,
+    BASE,
+    Arrangement,
+    groups,
+    invariance_error,
+    outcome,
+    with_privileged,
+)
 from packed import micro_batches, tries
 from recipes import RECIPES, SHARED, TURNS
 from sweeps import sampled
@@ -170,12 +178,14 @@ def of_the_model(found):
     def known(span):
         return replace(span, token_ids=tuple(token % SMALL_VOCABULARY for token in span.token_ids))
 
+    def records(one):
+        read = tuple(tuple(map(known, record)) for record in one.privileged)
+        return replace(one, spans=tuple(map(known, one.spans)), privileged=read)
+
     return [
         replace(
             group,
-            trajectories=tuple(
-                replace(one, spans=tuple(map(known, one.spans))) for one in group.trajectories
-            ),
+            trajectories=tuple(map(records, group.trajectories)),
             baseline=group.baseline
             and replace(group.baseline, spans=tuple(map(known, group.baseline.spans))),
         )
@@ -223,7 +233,7 @@ def test_old_log_probs_of_a_first_update_need_no_pass(model, correction, reuse, 
     assert passes == (0 if updates == 1 else sizes[1]) if reuse == 1 else most
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "gmpo", "gigpo"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "gmpo", "gigpo", "sdft"])
 def test_arrangement_does_not_change_a_real_models_gradient(name, model):
     policy = TorchBackend(model, lr=0.0)
     critic = TorchBackend(model, value_head=ValueHead(model.config.hidden_size), lr=0.0)
@@ -232,8 +242,11 @@ def test_arrangement_does_not_change_a_real_models_gradient(name, model):
     def gradient(layout, budget):
         policy.model.zero_grad()
         batching = Batching(layout, algorithm.aggregation, 0, budget, 2048, constant_length=18)
-        preparation = Preparation(algorithm=algorithm, policy=policy, critic=critic, batching=batching)
-        for update in preparation.prepare(of_the_model(groups()), step=100).updates:
+        preparation = Preparation(
+            algorithm=algorithm, policy=policy, critic=critic, reference=policy, batching=batching
+        )
+        found = of_the_model(map(with_privileged, groups()))
+        for update in preparation.prepare(found, step=100).updates:
             for batch in update.batches if update.model == "model" else ():
                 policy.forward_backward(batch, algorithm.token_losses)
         return {key: parameter.grad.clone() for key, parameter in policy.model.named_parameters()}

@@ -7,8 +7,10 @@ from sweeps import sampled
 
 from rl4llm.algorithms import ALGORITHMS
 
-SAMPLE = ("ppo",)
-"""With a critic. tests/trainers/test_training.py has what GRPO learns, test_preferences.py there what the methods for data,
+SAMPLE = ("ppo", "sdpo")
+"""With a critic, and with a teacher that reads feedback.
+
+tests/trainers/test_training.py has what GRPO learns, test_preferences.py there what the methods for data,
 online DPO and distillation learn; the numbers of all methods are in test_golden and test_oracles."""
 
 

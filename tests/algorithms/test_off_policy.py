@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rl4llm.algorithms import ALGORITHMS, GRPO, Distill
+from rl4llm.algorithms import ALGORITHMS, GRPO, SDFT, Distill
 from rl4llm.compose import build_algorithm
 from rl4llm.config import load_config
 from rl4llm.core.errors import ConfigError
@@ -68,9 +68,11 @@ def test_a_weighted_penalty_is_unbiased(options, estimator, before):
 @pytest.mark.parametrize("before", [None, BEFORE], ids=["first", "later"])
 @pytest.mark.parametrize("teacher", [POLICY, OTHER], ids=["equal", "other"])
 @pytest.mark.parametrize("options", [SAMPLED, RECOMPUTED[0]], ids=["sampled", "recomputed"])
-def test_distillation_follows_the_divergence_from_the_teacher(options, teacher, before):
+@pytest.mark.parametrize("method", [Distill, SDFT])
+def test_distillation_follows_the_divergence_from_the_teacher(method, options, teacher, before):
     """A student like its teacher has nothing to learn, however old its samples are."""
-    algorithm = Distill(teacher_path="t", **WIDE, **options)
+    own = {"teacher_path": "t", **WIDE} if method is Distill else {"ratio_max": 100.0}
+    algorithm = method(**own, **options)
     _, found = gradient(algorithm, POLICY, SAMPLER, torch.arange(3), SAMPLER.exp(), before, teacher)
     torch.testing.assert_close(found, divergence(POLICY, teacher)[1], atol=1e-12, rtol=0)
 

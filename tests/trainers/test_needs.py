@@ -101,7 +101,13 @@ def test_in_the_warm_up_only_the_critic_learns(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [PPO, {"name": "grpo", "kl_coef": 0.1, "reference_every": 3}], ids=["ppo", "grpo"]
+    "algorithm",
+    [
+        PPO,
+        {"name": "grpo", "kl_coef": 0.1, "reference_every": 3},
+        {"name": "sdpo", "teacher": "ema", "solved_at": 0.15},
+    ],
+    ids=["ppo", "grpo", "sdpo"],
 )
 def test_a_resumed_run_restores_critic_reference_and_coefficient(model_dir, tmp_path, algorithm):
     whole = trainer(model_dir, tmp_path / "whole", algorithm, max_steps=6).train().trainer
@@ -244,6 +250,8 @@ def test_an_advantage_reads_the_entropy_before_the_updates(model_dir, tmp_path, 
         {"name": "grpo", "aggregation": "tokens"},
         {"name": "ppo", "turn_discount": 0.9},
         {"name": "distill", "teacher_path": "t", "kl_coef": 0.1},
+        {"name": "sdft", "template": "{prompt}"},
+        {"name": "sdpo", "teacher_rate": 0},
         {"name": "rloo", "scale_rewards": "group"},
         {"name": "explore_grpo", "temperatures": [0.0]},
         {"name": "explore_grpo", "correction": None},

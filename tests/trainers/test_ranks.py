@@ -88,6 +88,7 @@ ALGORITHMS = {
     "grpo": {"name": "grpo", "kl_coef": 0.05, "entropy_coef": 0.01},
     "dapo": {"name": "dapo", "resampling_rounds": 0, "scale_rewards": "batch"},
     "ppo": {"name": "ppo", "critic_lr": 1e-2},
+    "sdpo": {"name": "sdpo", "teacher": "ema", "solved_at": 0.5},
 }
 ADAPTER = {"model.lora": {"rank": 4}, "training.lr": 1e-2}
 
@@ -137,7 +138,7 @@ PAIRS = [
     for name in ALGORITHMS
     for backend in BACKENDS
 ]
-SAMPLE = ("grpo-zero-2", "dapo-ddp", "ppo-zero-3")
+SAMPLE = ("grpo-zero-2", "dapo-ddp", "ppo-zero-3", "sdpo-fsdp2")
 """Each backend that holds other parts of a model, and each estimate that ranks share; FSDP2 takes the same steps below."""
 
 

@@ -126,6 +126,16 @@ class Patient(BaseMDPEnv):
         return [ChatMessage("user", "Again.")]
 
 
+class Tells(BaseMDPEnv):
+    """Say what is wrong with each answer, and how it ended."""
+
+    continue_truncated = True
+
+    async def respond(self, sample):
+        sample.extras["feedback"] = f"Not {sample.messages[-1].content[-3:]}."
+        return []
+
+
 class Waits(BaseMDPEnv):
     """The second step's episodes of one prompt, the first that takes a turn, do not end before `begun`."""
 
@@ -270,7 +280,13 @@ def stop_after_one(trainer, name, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"curriculum": 0.3, "rewards": [Solvable()]}], ids=["", "curriculum"]
+    "options",
+    [
+        {},
+        {"curriculum": 0.3, "rewards": [Solvable()]},
+        {"env": Tells, "algorithm": {"name": "sdpo", "teacher": "ema", "solved_at": 2.0}},
+    ],
+    ids=["", "curriculum", "sdpo"],
 )
 def test_a_resumed_run_trains_what_was_played_before(trainer, served, tmp_path, options):
     whole = weights(trainer("whole", **options).train())
@@ -278,7 +294,8 @@ def test_a_resumed_run_trains_what_was_played_before(trainer, served, tmp_path, 
     before = len(served[1].rids)
     again = trainer("stopped", **options).train()
     assert again.trainer.stream.kept == 2
-    assert not options or metrics(tmp_path / "whole")[-1]["curriculum/skipped"] > 0
+    assert "curriculum" not in options or metrics(tmp_path / "whole")[-1]["curriculum/skipped"] > 0
+    assert "env" not in options or all(row["grad_norm"] > 0 for row in metrics(tmp_path / "whole"))
     played = [rid for rid in served[1].rids[before:] if rid.startswith("1/")]
     assert not played and any(rid.startswith("2/") for rid in served[1].rids[before:])
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(again).items())
