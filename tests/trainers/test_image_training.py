@@ -4,6 +4,7 @@ import io
 import json
 import signal
 import sys
+from dataclasses import dataclass
 from functools import cache
 
 import PIL.Image
@@ -18,6 +19,7 @@ from sweeps import sampled
 from vision_models import vision_directories  # noqa: F401 - fixture
 
 from rl4llm import BaseMDPEnv, BaseRewardFunction, ChatMessage
+from rl4llm.algorithms import SDFT
 from rl4llm.cli import main
 from rl4llm.compose.setup import Given
 from rl4llm.compose.trainer import build_trainer
@@ -124,6 +126,33 @@ def over_turns(directory, output, vision):
         "max_steps=4",
     )
     return trainer(directory, output, *keys, env=Looks)
+
+
+@dataclass(slots=True)
+class Equal(SDFT):
+    """A teacher that reads what the policy reads."""
+
+    def privileged_prompts(self, samples, group):
+        return [sample.messages[: sample.init_msg_size] for sample in samples]
+
+
+def test_a_teacher_sees_the_images_of_its_prompt(directory, tmp_path):
+    """It says what the policy says where it reads the same, over two turns with an image in each."""
+    kl = {}
+    for name in (f"{__name__}:Equal", "sdft"):
+        output = tmp_path / name.rpartition(":")[2]
+        keys = (
+            f"algorithm.name={name}",
+            "algorithm.demonstration=ground_truth",
+            "env.max_steps=2",
+            "max_steps=1",
+        )
+        with trainer(directory, output, *keys, env=Looks) as run:
+            run.train()
+        (row,) = metrics(output)
+        assert row["env/privileged"] == 1
+        kl[output.name] = abs(row["teacher_kl"])
+    assert kl["Equal"] < 1e-6 < 1e-4 < kl["sdft"]
 
 
 @pytest.mark.parametrize("vision", sampled(["frozen", "train"], ["train"]))
