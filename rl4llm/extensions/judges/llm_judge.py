@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rl4llm.core.base_env import RewardExample, SampleState
 from rl4llm.core.base_reward import BaseBatchReward
 from rl4llm.core.errors import ConfigError, RefusedError, UnreachableError
-from rl4llm.core.schema import Count, checked
+from rl4llm.core.schema import Count, checked, with_options
 from rl4llm.core.types import ChatMessage
 from rl4llm.extensions.judges.chat_server import FILTERED, ChatServer
 from rl4llm.rewards import RewardFailure
@@ -64,62 +64,38 @@ class LLMJudge(BaseBatchReward):
     which of its answers are judged. Otherwise the task or the server is the cause, and the sample fails.
 
     Args:
-        url: URL of the server, up to /v1.
-        model: the model's name on the server.
         name: name of the score in the logs.
         rubric: what to judge by.
         lowest: the verdict that is worth 0.0.
         highest: the verdict that is worth 1.0.
         examples: mappings with question, answer, ground_truth and score. The judge must give that score within 0.3 before
             training starts; by default two examples for the default rubric.
-        api_key_env: the environment variable that holds the server's key.
-        attempts: maximum number of requests for one verdict.
-        deadline_s: deadline of one request, in seconds.
-        concurrency: maximum number of simultaneous requests.
         max_tokens: maximum number of tokens of one verdict with its reasons.
-        max_calls: maximum number of requests of this process, None for no limit; each rank has a separate budget.
-        max_total_tokens: maximum number of tokens, read and written, that the server counts for this process.
         on_refusal: "lowest" for this rule, or "mask": every refused sample fails.
         cache: a file of verdicts that is read and extended, so that no answer is judged twice; None keeps them in memory.
+        server: url, model, and the other options of `ChatServer`.
     """
 
     score_timeout_s = None  # every request has a separate deadline
 
     @checked("rewards.{name}")
-    def __init__(  # noqa: PLR0913 - options of a configuration
+    def __init__(
         self,
         name: str = "llm_judge",
         *,
-        url: str,
-        model: str,
         rubric: str = CORRECTNESS,
         lowest: int = 0,
         highest: int = 10,
         examples: Sequence[Mapping[str, Any]] | None = None,
-        api_key_env: str | None = None,
-        attempts: int = 4,
-        deadline_s: float = 60.0,
-        concurrency: int = 16,
         max_tokens: Count = 512,
-        max_calls: int | None = None,
-        max_total_tokens: int | None = None,
         on_refusal: Literal["lowest", "mask"] = "lowest",
         cache: str | None = None,
+        **server: Any,
     ):
         super().__init__(name)
         if lowest >= highest:
             raise ConfigError(f"rewards.{name}: {lowest=} is not accepted: a number below {highest=}.")
-        self.server = ChatServer(
-            f"rewards.{name}",
-            url=url,
-            model=model,
-            api_key_env=api_key_env,
-            attempts=attempts,
-            deadline_s=deadline_s,
-            concurrency=concurrency,
-            max_calls=max_calls,
-            max_total_tokens=max_total_tokens,
-        )
+        self.server = with_options(f"rewards.{name}", ChatServer, server, f"rewards.{name}")
         self.rubric = rubric
         self.needs_ground_truth = rubric == CORRECTNESS
         self.lowest, self.highest = lowest, highest
@@ -127,7 +103,7 @@ class LLMJudge(BaseBatchReward):
         self._on_refusal = on_refusal
         self._shown = _EXAMPLES if examples is None and rubric == CORRECTNESS else examples or ()
         self._max_tokens = max_tokens
-        self._cache = _Cache(Path(cache) if cache else None)
+        self._cache = Verdicts(Path(cache) if cache else None)
 
     def score_batch(self, samples: Sequence[SampleState]) -> list[float | RewardFailure]:
         """Return one score per sample, or a RewardFailure if the judge gave no verdict."""
@@ -150,15 +126,7 @@ class LLMJudge(BaseBatchReward):
 
     def examples(self) -> Sequence[RewardExample]:
         """Return the configured examples; by default a right and a wrong answer."""
-        return [
-            RewardExample(
-                [ChatMessage("user", item["question"]), ChatMessage("assistant", item["answer"])],
-                item.get("ground_truth", ""),
-                float(item["score"]),
-                tolerance=_EXAMPLE_TOLERANCE,
-            )
-            for item in self._shown
-        ]
+        return [example_of(item) for item in self._shown]
 
     def _settle(self, sample: SampleState, case: _Question) -> Scores | None:
         """Return the scores if the judge need not be asked."""
@@ -241,11 +209,22 @@ class LLMJudge(BaseBatchReward):
         return (float(verdicts[-1]) - self.lowest) / (self.highest - self.lowest)
 
 
+def example_of(item: Mapping[str, Any]) -> RewardExample:
+    """Return the example in a mapping with question, answer, score, and further columns such as ground_truth."""
+    columns = dict(item)
+    messages = [
+        ChatMessage("user", columns.pop("question")),
+        ChatMessage("assistant", columns.pop("answer")),
+    ]
+    score, truth = float(columns.pop("score")), columns.pop("ground_truth", "")
+    return RewardExample(messages, truth, score, columns, tolerance=_EXAMPLE_TOLERANCE)
+
+
 def _label(mark: str, role: str) -> str:
     return f"{mark}-{role}" if role else mark
 
 
-class _Cache:
+class Verdicts:
     """Scores by key, in memory and, if there is a file, one JSON line each."""
 
     def __init__(self, file: Path | None):
@@ -278,11 +257,11 @@ def _case(sample: SampleState) -> _Question:
         roles: tuple[str, ...] = ("",)
     else:
         prompt, lines, roles = sample.episode.task, sample.episode.said, tuple(sample.episode.seats)
-    question = _sendable("\n\n".join(f"{message.role}: {message.content}" for message in prompt))
-    reference = "" if sample.ground_truth is None else _sendable(str(sample.ground_truth))
-    return _Question(question, reference, tuple((role, _sendable(text)) for role, text in lines), roles)
+    question = sendable("\n\n".join(f"{message.role}: {message.content}" for message in prompt))
+    reference = "" if sample.ground_truth is None else sendable(str(sample.ground_truth))
+    return _Question(question, reference, tuple((role, sendable(text)) for role, text in lines), roles)
 
 
-def _sendable(text: str) -> str:
+def sendable(text: str) -> str:
     """Replace lone surrogates, which are not valid Unicode."""
     return text.encode("utf-8", "replace").decode()
