@@ -535,6 +535,29 @@ TASKS = _of(
      "test_grade.py::test_an_episode_that_breaks_its_tests_gets_0"),
 )  # fmt: skip
 
+RUBRIC = _of(
+    "extensions/judges",
+    "tests/extensions/judges",
+    ("rubric_merits", "rubric.py", "for one in criteria if one.weight > 0)", "for one in criteria)",
+     "test_rubric.py::test_the_best_answer_gets_1_and_faults_are_subtracted"),
+    ("rubric_gate_of_a_fault", "rubric.py", "(score < 0.5) == (one.weight >= 0)", "score < 0.5",
+     "test_rubric.py::test_a_failed_gate_leaves_nothing_to_earn"),
+    ("rubric_gate", "rubric.py", "return min(total, 0.0) if failed", "return 0.0 if failed",
+     "test_rubric.py::test_a_failed_gate_leaves_nothing_to_earn"),
+    ("rubric_mark", "rubric.py", 'verdict["mark"] != _mark(request)', "False",
+     "test_rubric.py::test_another_form_is_requested_once_more_then_masked"),
+    ("rubric_form", "rubric.py", "type(score) is int and", "",
+     "test_rubric.py::test_another_form_is_requested_once_more_then_masked"),
+    ("rubric_once_more", "rubric.py", "if malformed == 1 else", "if malformed else",
+     "test_rubric.py::test_another_form_is_requested_once_more_then_masked"),
+    ("rubric_nonce", "rubric.py", "judge, task, answer]", "judge, task]",
+     "test_rubric.py::test_an_answer_stands_between_marks_that_it_cannot_contain"),
+    ("rubric_scale", "rubric.py", "[self.server.model, self._highest, ", "[self.server.model, ",
+     "test_rubric.py::test_equal_content_is_judged_once_and_cost_is_counted"),
+    ("rubric_subscores", "../../rewards/scoring.py", "*reward_function.subscores_of(samples[index])",
+     "*(0.0 for _ in reward_function.subscores)", "test_rubric.py::test_gdpo_trains_each_criterion_by_itself"),
+)  # fmt: skip
+
 REWARDS = _of(
     "rewards",
     "tests/rewards",
@@ -699,6 +722,7 @@ MUTANTS = {
         SANDBOX,
         WORKSPACES,
         TASKS,
+        RUBRIC,
         REWARDS,
         COMPOSE,
         TINKER,

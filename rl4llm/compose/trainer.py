@@ -130,7 +130,7 @@ def _task(part: str, setup: Setup, dataset: Any, sandbox: Callable[[], Any]) -> 
     provided = provided_by(setup, sandbox)
     rewards, transform = build_rewards(setup, Provided({"sandbox": sandbox}), dataset[0])
     for name in setup.needs.rewards:
-        if name not in (names := [reward.name for reward in rewards]):
+        if name not in (names := [name for reward in rewards for name in reward.score_names]):
             raise ConfigError(unknown("a reward that the algorithm needs", name, names))
     env = build_env(setup, dataset, rewards, transform, provided)
     check_columns(dataset, setup.needs.columns)

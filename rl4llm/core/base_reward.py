@@ -69,6 +69,9 @@ class BaseRewardFunction(ABC):
     needs_roles: bool = False  # whether it only works where several roles speak in an episode
     rewards_among_options: tuple[str, ...] = ()  # options of the constructor that are rewards themselves
     parts: Sequence[BaseRewardFunction] = ()  # rewards that this one asks; their examples must hold too
+    subscores: Sequence[
+        str
+    ] = ()  # scores behind its score, logged as NAME/SUBSCORE; algorithms may train them
 
     def __init__(self, name: str):
         if not re.fullmatch(r"[a-zA-Z0-9_\-]+", name):
@@ -88,6 +91,15 @@ class BaseRewardFunction(ABC):
         follow one another. Override it if a batch is cheaper than separate calls.
         """
         return awaited([self(sample.messages, sample.ground_truth, **sample.columns) for sample in samples])
+
+    @property
+    def score_names(self) -> list[str]:
+        """Return the names under which its score and its `subscores` are logged."""
+        return [self.name, *(f"{self.name}/{subscore}" for subscore in self.subscores)]
+
+    def subscores_of(self, sample: SampleState) -> Sequence[float]:
+        """Return the `subscores` of a sample that `score_batch` has just scored."""
+        return ()
 
     def check_row(self, ground_truth: Any, columns: Mapping[str, Any]) -> None:
         """Raise DataError for a row that the reward cannot score. It is asked for each row before anything starts."""

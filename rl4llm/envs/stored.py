@@ -62,7 +62,7 @@ def take_over(unit: Episodes, rows: Sequence[Mapping[str, Any]], oldest: int) ->
     image of theirs is no longer among those of the run."""
     copies = [begin() for begin in unit.begin]
     samples = [sample for episode in copies for sample in episode]
-    names = [reward.name for reward in unit.rollout.env.reward_functions]
+    names = [name for reward in unit.rollout.env.reward_functions for name in reward.score_names]
     try:
         if not fill(samples, rows, unit.rollout.env.vision):
             return False

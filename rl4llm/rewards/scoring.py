@@ -61,7 +61,8 @@ def earn(
     or a result that is not a list.
     """
     earned_by_turns: list[list[Sequence[float]]] = [[] for _ in samples]
-    rewards = [dict.fromkeys((one.name for one in reward_functions), math.nan) for _ in samples]
+    names = [name for reward_function in reward_functions for name in reward_function.score_names]
+    rewards = [dict.fromkeys(names, math.nan) for _ in samples]
     for reward_function in reward_functions:
         scorable = [index for index, sample in enumerate(samples) if sample.failure is None]
         with _turn_of(reward_function):
@@ -73,7 +74,8 @@ def earn(
             if isinstance(value, Broken):
                 samples[index].fail(value.reason, f"{reward_function.name}/{value.kind}")
             else:
-                rewards[index][reward_function.name] = sum(value)
+                numbers = (sum(value), *reward_function.subscores_of(samples[index]))
+                rewards[index] |= zip(reward_function.score_names, numbers, strict=True)
                 earned_by_turns[index].append(value if reward_function.per_turn else ())
     for sample, earned, turns in zip(samples, rewards, earned_by_turns, strict=True):
         sample.rewards = earned
@@ -98,9 +100,9 @@ def combine(
     have not failed, (num_samples,). Raises RewardError if its result is not (num_samples,) finite numbers."""
     scored = torch.tensor([sample.failure is None for sample in samples], dtype=torch.bool)
     rewards: dict[str, Tensor] = {}
-    for item in reward_functions:
-        values = torch.tensor([(sample.rewards or {})[item.name] for sample in samples], dtype=torch.float64)
-        rewards[item.name] = values.masked_fill(~scored, math.nan)
+    for name in (name for item in reward_functions for name in item.score_names):
+        values = torch.tensor([(sample.rewards or {})[name] for sample in samples], dtype=torch.float64)
+        rewards[name] = values.masked_fill(~scored, math.nan)
     reward = torch.full((len(samples),), math.nan, dtype=torch.float64)
     if scored.any():
         terminal = {item.name: rewards[item.name][scored] for item in reward_functions if not item.per_turn}

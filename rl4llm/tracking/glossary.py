@@ -11,6 +11,7 @@ TABLE = """
 reward/mean | Mean combined reward. | reward | rising
 reward/std | Population standard deviation of the combined reward. | reward | above 0
 reward/kl | Mean KL penalty that `kl_in=reward` subtracts. | reward |
+reward/NAME/CRITERION | Mean score of one criterion of the rubric NAME. | share |
 reward/NAME | Mean of the reward NAME; mean_ and std_ for rewards named mean and std. | reward |
 accuracy | Share of trajectories whose first reward with a `success_at` reached it. | share | rising
 groups/count | Groups with more than one trajectory. | groups |
@@ -54,6 +55,8 @@ env/generated_tokens | Mean tokens sampled for an agent per trajectory. | tokens
 env/trained_tokens | Mean tokens of an agent that train, per trajectory. | tokens |
 env/return | Mean sum of step rewards, in Gymnasium and OpenEnv. | reward |
 env/invalid_actions | Mean invalid actions per trajectory. | replies |
+env/judge_tokens | Mean tokens per trajectory that the judge of a rubric read and wrote. | tokens |
+env/judge_reused | Share of a rubric's verdicts that were known, from the cache or an equal answer. | share |
 env/special_tokens | Mean special tokens encoded as ordinary text, over the trajectories with any. | tokens |
 env/kept_thoughts | Mean tokens that the chat template would drop from the last prompt, over the trajectories with
   any. | tokens | 0 with `env.thoughts=drop`
