@@ -111,7 +111,7 @@ class Setup:
 
 def with_stale_options(config: Config) -> Config:
     """Return the configuration with the options that its algorithm takes for samples of older weights, if there are any."""
-    if not config.rollout.max_staleness:
+    if not _older(config):
         return config
     options = ALGORITHMS[config.algorithm["name"]].stale_options(config.algorithm)
     return replace(config, algorithm=options | config.algorithm)
@@ -119,10 +119,16 @@ def with_stale_options(config: Config) -> Config:
 
 def stale_note(config: Config) -> str:
     """Return the line that names the options for samples of older weights; "" if there are none."""
-    steps, options = config.rollout.max_staleness, config.algorithm
-    names = ALGORITHMS[options["name"]].stale_options({}) if steps else ()
+    cause, options = _older(config), config.algorithm
+    names = ALGORITHMS[options["name"]].stale_options({}) if cause else ()
     used = ", ".join(f"algorithm.{name}={options[name]}" for name in names if name in options)
-    return f"rollout.max_staleness={steps}: older samples train with {used}" if used else ""
+    return f"{cause}: older samples train with {used}" if used else ""
+
+
+def _older(config: Config) -> str:
+    """Return the key by which samples of older weights train; "" if none do."""
+    stale, replay = config.rollout.max_staleness, config.rollout.replay
+    return f"rollout.max_staleness={stale}" if stale else f"rollout.replay={replay}" if replay else ""
 
 
 def build_algorithm(config: Config) -> BaseAlgorithm:

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 SUPERVISED = "rl4llm.compose.supervised:build_supervised"
 MIXED = "rl4llm.envs.mixture:MixedRollout"
 PRIVILEGED = "rl4llm.envs.privileged:PrivilegedRollout"
+REPLAY = "rl4llm.trainers.replay:ReplayTrainer"
 
 AnyTrainer: TypeAlias = "RLTrainer | DatasetTrainer"
 """A trainer from `build_trainer`: one that samples episodes, or one that reads a dataset."""
@@ -189,7 +190,7 @@ def _reinforced(
     played: dict[str, Any] = {"client": client, "runner": Runner(), "seed": config.seed}
     played["max_failed_share"] = config.rollout.max_failed_share
     measured = [task.rollout(task.held_out, **played) for task in tasks if task.held_out is not None]
-    return RLTrainer(
+    return _trainer_class(config)(
         inference=Inference(
             client=client,
             runner=played["runner"],
@@ -208,6 +209,11 @@ def _reinforced(
         evaluation=_together(measured) if measured else None,
         **base_of(setup, backend, run, tracker),
     )
+
+
+def _trainer_class(config: Config) -> Callable[..., RLTrainer]:
+    max_age = config.rollout.replay
+    return functools.partial(load(REPLAY), max_age=max_age) if max_age else RLTrainer
 
 
 def _together(rollouts: Sequence[Rollout]) -> Rollout | MixedRollout:

@@ -94,6 +94,8 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)
     max_failed_share: Fraction = 0.1
     max_staleness: Natural = 0  # steps that episodes may begin early, with older weights; above 0 for servers
+    # age in versions up to which groups of earlier steps train once more in the places of zero-variance groups; 0 is never
+    replay: Natural = 0
 
 
 @dataclass

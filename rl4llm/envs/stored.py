@@ -111,7 +111,7 @@ def fill(samples: Sequence[SampleState], rows: Sequence[Mapping[str, Any]], visi
         sample.messages = [*same_messages, *(_message(item, vision) for item in lines[len(same_messages) :])]
         for name in PLAIN:
             setattr(sample, name, row[name])
-        sample.spans, *forks = ([_span(*span) for span in record] for record in row["records"])
+        sample.spans, *forks = ([span_of(*span) for span in record] for record in row["records"])
         origins = [origin and Origin(*origin) for origin in row["origins"]]
         sample.special = replace(sample.special, forks=forks, origins=origins, own_prompt=row["own_prompt"])
         sample.turn_rewards = dict(row["turn_rewards"])
@@ -131,10 +131,7 @@ def _row(sample: SampleState, vision: Any = None) -> dict[str, Any]:
         "index": sample.index,
         **{name: getattr(sample, name) for name in PLAIN},
         "messages": [_said(message, vision) for message in sample.messages],
-        "records": [
-            [[span.author, span.token_ids, span.logprobs, span.version, *_places(span)] for span in record]
-            for record in (sample.spans, *sample.special.forks)
-        ],
+        "records": [[span_row(span) for span in record] for record in (sample.spans, *sample.special.forks)],
         "origins": [origin and astuple(origin) for origin in sample.special.origins],
         "own_prompt": sample.special.own_prompt,
         "turn_rewards": list(sample.turn_rewards.items()),
@@ -160,13 +157,6 @@ def _named(image: Image) -> list[Any]:
     return [image.digest, image.height, image.width]
 
 
-def _places(span: TokenSpan) -> list[list[list[Any]]]:
-    """Return what a stored span has after its version: the places of its images, if it has any."""
-    return (
-        [[[_named(image.image), image.offset, image.length] for image in span.images]] if span.images else []
-    )
-
-
 def _message(row: Mapping[str, Any], vision: Any) -> ChatMessage:
     calls, parts = row["tool_calls"], row["parts"]
     images = tuple(
@@ -175,9 +165,16 @@ def _message(row: Mapping[str, Any], vision: Any) -> ChatMessage:
     return ChatMessage(**{**row, "tool_calls": None if calls is None else tuple(calls), "parts": images})
 
 
-def _span(
+def span_row(span: TokenSpan) -> list[Any]:
+    """Return a span as JSON values, the last of them the places of its images, if it has any."""
+    places = [[_named(image.image), image.offset, image.length] for image in span.images]
+    return [span.author, span.token_ids, span.logprobs, span.version, *([places] if places else [])]
+
+
+def span_of(
     author: Any, token_ids: list[int], logprobs: list[float] | None, version: int | None, places: Any = ()
 ) -> TokenSpan:
+    """Return the span that `span_row` wrote."""
     images = tuple(ImagePlace(Image(*image), offset, length) for image, offset, length in places)
     sampled = None if logprobs is None else tuple(logprobs)
     return TokenSpan(tuple(token_ids), author, sampled, version, images)

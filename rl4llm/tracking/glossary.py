@@ -18,6 +18,8 @@ groups/count | Groups with more than one trajectory. | groups |
 groups/zero_spread | Share of zero-variance groups. | share of groups | below 1
 groups/refills | Resampling rounds of dynamic sampling. | rounds |
 groups/dropped | Groups that dynamic sampling dropped. | groups |
+replay/groups | Groups of earlier steps that trained once more. | groups |
+replay/age | Mean age of the oldest tokens of the groups that trained once more. | versions | up to rollout.replay
 curriculum/skipped | Share of the prompts that the curriculum of prompts passed over in the last batch. | share | below 1
 model_faults/REWARD/KIND | Answers that got 0 for more than being wrong, such as math/timeout. | answers |
   near 0

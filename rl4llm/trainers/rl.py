@@ -83,6 +83,7 @@ class RLTrainer(BaseTrainer[RLStep]):
         self.preparation = preparation
         self.evaluation = evaluation
         self.staleness = staleness or Staleness()
+        self.mixes_versions = self.staleness.limit > 0  # in the samples of a step
         self.stream = GroupStream(rollout, prompts, inference.runner, self._sampled_as)
         self._warned = False  # of a mismatch, once per start
         self._closed = False
@@ -144,7 +145,7 @@ class RLTrainer(BaseTrainer[RLStep]):
         else:
             metrics = summarize_mismatch(metrics)
             canary = self.inference.canary
-            old_only = self.staleness.limit and not step.moved
+            old_only = self.mixes_versions and not step.moved
             check_mismatch(metrics, self.inference.stop_above, canary.apart if canary and old_only else None)
             if canary and not self._warned and (warning := mismatch_warning(metrics, canary.bound)):
                 self._warned = True
@@ -353,5 +354,5 @@ class RLTrainer(BaseTrainer[RLStep]):
             step.trained.add(update.records, batch, before_BT, metrics.get("clip_fraction"))
         if step.moved or needs.sampling:
             return {}
-        newest_BT = sampled_by(self.step, update.records, batch) if self.staleness.limit else None
+        newest_BT = sampled_by(self.step, update.records, batch) if self.mixes_versions else None
         return token_mismatch(batch, logprobs_BT, newest_BT)

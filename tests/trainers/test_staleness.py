@@ -74,6 +74,19 @@ class Distinct(BaseRewardFunction):
         return 0.5 if messages[0].content in ("Say 1.", "Say 4.") else next(self.amounts) / 100
 
 
+class Pauses(Distinct):
+    """In every second step all answers are worth the same."""
+
+    def score_batch(self, samples):
+        return [
+            0.5 if step_of(sample) % 2 else score
+            for sample, score in zip(samples, super().score_batch(samples), strict=True)
+        ]
+
+    def __call__(self, messages, ground_truth, **kwargs):
+        return next(self.amounts) / 100
+
+
 class Breaks(GRPO):
     """Fails in its fourth step."""
 
@@ -235,6 +248,19 @@ def test_without_it_they_wait(trainer, tmp_path, monkeypatch):
             algorithm={"name": f"{__name__}:Meets"},
             **{"env.max_steps": 2, "rollout.max_staleness": 0},
         ).train()
+
+
+def test_replayed_groups_of_asynchronous_runs_keep_their_bound(trainer, tmp_path):
+    keys = {"rollout.replay": 2, "checkpoint.every": 0, "max_steps": 5}
+    trainer("run", rewards=[Pauses()], **keys).train()
+    rows = metrics(tmp_path / "run")
+    # A step of equal rewards replays both groups of the step before, which had begun one version before that.
+    assert [row["replay/groups"] for row in rows] == [0, 2, 0, 2, 0]
+    assert [row["replay/age"] for row in rows] == [0, 1, 0, 2, 0]
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 2, 1]
+    assert rows[3]["staleness"] > 1 and "mismatch/max" not in rows[3] and "update/empty" not in rows[3]
+    trainer("bound", rewards=[Pauses()], **(keys | {"rollout.replay": 1})).train()
+    assert [row["replay/groups"] for row in metrics(tmp_path / "bound")] == [0, 2, 0, 0, 0]
 
 
 def test_a_repeatable_run_plays_nothing_across_a_checkpoint(trainer, tmp_path):
