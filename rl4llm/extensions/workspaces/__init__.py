@@ -13,8 +13,9 @@ A workspace is copy-on-write over a read-only image. Its files stay from one sta
                        └─ holder ...
 
 The keeper ends with the trainer, also by `kill -9`, and takes processes, mounts and directories with it. Read `pool.py`
-(options, admission), `workspace.py` (what callers hold), `keeper.py` (keeper, holder and gate), `start.py` (one program),
-`namespaces.py`, `tree.py` (files from inside), `network.py` (ports and the proxy) and `images.py` (what lies below).
+(options, admission), `workspace.py` (what callers hold), `mounted.py` (with bubblewrap), `keeper.py`, `holder.py`, `start.py`
+(one program), `namespaces.py`, `tree.py` (files from inside), `network.py` (ports and the proxy) and `images.py` (what lies
+below). With `engine=podman` a workspace is a container, see `containers.py`.
 """
 
 from rl4llm.extensions.workspaces.pool import Workspaces

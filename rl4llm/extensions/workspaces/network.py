@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from rl4llm.extensions.workspaces.namespaces import receive_descriptors
+from rl4llm.extensions.workspaces.orders import receive_descriptors
 
 PROXY_PORT = 3128
 MOST_CONNECTIONS = 128
@@ -77,6 +77,13 @@ class Doors:
                         pump(inside, outside)
         finally:
             self._places.release()
+
+
+def listen(gate: socket.socket, ports: Sequence[int]) -> None:
+    """Send the gate sockets that listen at ports of this network."""
+    listeners = [socket.create_server(("127.0.0.1", port), backlog=64) for port in ports]
+    if listeners:
+        socket.send_fds(gate, [b"+"], [listener.fileno() for listener in listeners])
 
 
 def connect(target: str) -> socket.socket:

@@ -16,14 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import Count, checked
-from rl4llm.extensions.workspaces import dockerfile, images
+from rl4llm.extensions.workspaces import containers, dockerfile, images
+from rl4llm.extensions.workspaces.containers import Container
 from rl4llm.extensions.workspaces.keeper import LOCK, program, remove
+from rl4llm.extensions.workspaces.mounted import ANSWER_S, Mounted, message, reader
 from rl4llm.extensions.workspaces.network import PROXY_PORT, proxy_environment
+from rl4llm.extensions.workspaces.orders import send
 from rl4llm.extensions.workspaces.start import ZERO, find_bwrap
-from rl4llm.extensions.workspaces.workspace import ANSWER_S, Workspace, WorkspaceError, message, reader, send
+from rl4llm.extensions.workspaces.workspace import Workspace, WorkspaceError
 
 PREFIX = "rl4llm-workspaces-"
 PLACE_CHECK_S = 0.01
@@ -35,8 +39,10 @@ class Workspaces:
     """Workspaces with the same image and limits; `count` are open at once.
 
     Args:
-        image: "host" for the machine's own /usr, a directory, a tar of a file system (also compressed), a directory with an
-            OCI layout or with a Dockerfile, or a name that podman or docker knows.
+        image: "host" for the machine's own /usr, a directory, a tar of a file system (also compressed), or a directory with
+            a Dockerfile. With podman or docker, what they can run, or a directory with a Dockerfile.
+        engine: "bwrap" mounts images and isolates programs itself; "podman" and "docker" run a container per workspace, with
+            their isolation, which do not bound the disk and list changes by path.
         network: names of hosts that programs reach over HTTP and HTTPS, through a proxy that is announced to them.
         mounts: directories of the host that are bound read-only, "DIR" at the same place or "DIR:PLACE".
         memory_bytes: memory of all processes of a workspace together.
@@ -53,6 +59,7 @@ class Workspaces:
         self,
         *,
         image: str = "host",
+        engine: Literal["bwrap", "podman", "docker"] = "bwrap",
         network: Sequence[str] = (),
         mounts: Sequence[str] = (),
         memory_bytes: Count = 1 << 30,
@@ -61,15 +68,16 @@ class Workspaces:
         output_bytes: Count = 1 << 16,
         count: Count = 16,
     ):
-        self.image = image
-        if (bwrap := find_bwrap()) is None:
-            raise ConfigError("env.workspace needs bubblewrap. Install it: apt-get install bubblewrap.")
-        self._bwrap = bwrap
-        images.kind_of(image)
+        self.image, self._engine = image, engine
+        self._bwrap = find_bwrap()
+        if engine == "bwrap":
+            if self._bwrap is None:
+                raise ConfigError("env.workspace needs bubblewrap. Install it: apt-get install bubblewrap.")
+            images.locate(image)
         self._limits = {"memory_bytes": memory_bytes, "processes": processes, "disk_bytes": disk_bytes}
         self._network, self._output_bytes = list(network), output_bytes
         self._mounts = tuple(map(_mount, mounts))
-        self._images: dict[str, images.Image] = {}
+        self._images: dict[str, Any] = {}
         self._places = threading.BoundedSemaphore(count)
         self._lock, self._starting = threading.Lock(), threading.Lock()
         self._keeper: _Keeper | None = None
@@ -86,9 +94,9 @@ class Workspaces:
         """
         await _acquired(self._places)
         try:
-            lower = await self._prepared(image or self.image)
-            shown = replace(lower, binds=(*lower.binds, *self._mounts))
-            return await self._made(shown, sockets or {}, self._limits, self._places.release)
+            below = await self._prepared(image or self.image)
+            opened = self._mounted if self._engine == "bwrap" else self._container
+            return await opened(below, sockets or {}, self._limits, self._places.release)
         except BaseException:
             self._places.release()
             raise
@@ -100,7 +108,7 @@ class Workspaces:
         if keeper is not None:
             keeper.close()
 
-    async def _prepared(self, name: str) -> images.Image:
+    async def _prepared(self, name: str) -> Any:
         await _acquired(self._lock)
         try:
             if name not in self._images:
@@ -111,58 +119,68 @@ class Workspaces:
         finally:
             self._lock.release()
 
-    async def _image(self, name: str) -> images.Image:
-        if images.kind_of(name) != "dockerfile":
-            return await asyncio.to_thread(images.prepare, name)
-        command = None if dockerfile.is_local(name) else await asyncio.to_thread(images.containers)
-        if command:
-            return await asyncio.to_thread(images.of_containers, name, [name])
-        limits = {**self._limits, "disk_bytes": BUILD_BYTES}
-        return await dockerfile.build(name, lambda below: self._made(below, {}, limits, lambda: None))
+    async def _image(self, name: str) -> Any:
+        if self._engine != "bwrap":
+            return await containers.prepare(self._engine, name)
+        if name == "host" or not (images.locate(name) / "Dockerfile").is_file():
+            below = await asyncio.to_thread(images.prepare, name)
+        else:
+            limits = {**self._limits, "disk_bytes": BUILD_BYTES}
+            below = await dockerfile.build(name, lambda below: self._mounted(below, {}, limits, lambda: None))
+        return replace(below, binds=(*below.binds, *self._mounts))
 
-    async def _made(
+    async def _mounted(
         self,
         image: images.Image,
         sockets: Mapping[int, str],
         limits: Mapping[str, int],
         release: Callable[[], None],
-    ) -> Workspace:
+    ) -> Mounted:
         keeper = await asyncio.to_thread(self._running_keeper)
         directory = await asyncio.to_thread(_new_directory, keeper.base)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        end, reply = os.pipe()
-        proxy = (
-            next(port for port in itertools.count(PROXY_PORT) if port not in sockets) if self._network else 0
-        )
+        doors, variables = self._doors(sockets)
         order = {
             "directory": str(directory), "lower": str(image.root), "binds": image.binds, "cwd": image.cwd,
-            "sockets": {str(port): target for port, target in sockets.items()}, "network": self._network, "proxy": proxy,
-            "bwrap": self._bwrap, **limits,
+            "bwrap": self._bwrap, **doors, **limits,
         }  # fmt: skip
-        gone = await reader(end)
+        control, gone = await keeper.ask(order)
+        image = replace(image, environment={**images.ENVIRONMENT, **variables, **image.environment})
+        workspace = Mounted(control, gone, directory, image, self._output_bytes, _bring, release)
         try:
-            with theirs:
-                keeper.send(order, reply, theirs.fileno())
-        finally:
-            os.close(reply)
-        variables = {**images.ENVIRONMENT, **(proxy_environment(proxy) if proxy else {}), **image.environment}
-        workspace = Workspace(
-            ours, gone, directory, (variables, image.cwd), self._output_bytes, _bring, release
-        )
-        try:
-            await asyncio.wait_for(message(gone, "open"), ANSWER_S)
-        except BaseException as error:
-            workspace.release = lambda: None
+            await message(gone, "open")
+        except BaseException:
+            workspace.release = lambda: None  # `open` does it
             await workspace.close()
-            if isinstance(error, TimeoutError):
-                raise WorkspaceError(f"open: no answer in {ANSWER_S:g} s") from None
             raise
         return workspace
+
+    async def _container(
+        self,
+        image: containers.Image,
+        sockets: Mapping[int, str],
+        limits: Mapping[str, int],
+        release: Callable[[], None],
+    ) -> Container:
+        keeper = await asyncio.to_thread(self._running_keeper)
+        doors, variables = self._doors(sockets)
+        image = replace(image, environment={**variables, **image.environment})
+        options = [word for source, place in self._mounts for word in ("-v", f"{source}:{place}:ro")]
+        container = Container(image, keeper.base, keeper.ask, doors, self._output_bytes, release)
+        await container.create(limits, options)
+        return container
+
+    def _doors(self, sockets: Mapping[int, str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the part of an order that says where ports lead, and the variables that announce the proxy."""
+        free = (port for port in itertools.count(PROXY_PORT) if port not in sockets)
+        proxy = next(free) if self._network else 0
+        targets = {str(port): target for port, target in sockets.items()}
+        doors = {"sockets": targets, "network": self._network, "proxy": proxy}
+        return doors, proxy_environment(proxy) if proxy else {}
 
     def _running_keeper(self) -> _Keeper:
         with self._starting:
             if self._keeper is None or not self._keeper.runs():
-                self._keeper = _Keeper()
+                self._keeper = _Keeper(self._engine)
             return self._keeper
 
 
@@ -185,13 +203,13 @@ def _new_directory(base: Path) -> Path:
 class _Keeper:
     """The keeper's process, with the directory of its workspaces."""
 
-    def __init__(self) -> None:
-        _sweep()
+    def __init__(self, engine: str) -> None:
         self.base = Path(tempfile.mkdtemp(prefix=PREFIX))
+        _sweep(engine)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                program("keeper", str(os.getpid()), str(self.base)),
+                program("keeper", str(os.getpid()), str(self.base), *containers.removal(engine, self.base)),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
@@ -203,11 +221,19 @@ class _Keeper:
     def runs(self) -> bool:
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def send(self, order: Mapping[str, object], *descriptors: int) -> None:
+    async def ask(self, order: Mapping[str, object]) -> tuple[socket.socket, asyncio.StreamReader]:
+        """Send an order; return the connection to what it started, and where its answers come."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        answers, reply = os.pipe()
         try:
-            send(self._control, order, *descriptors)
+            with theirs:
+                send(self._control, order, reply, theirs.fileno())
         except OSError as error:
+            ours.close()
             raise WorkspaceError(f"open: the keeper of the workspaces ended ({error})") from error
+        finally:
+            os.close(reply)
+        return ours, await reader(answers)
 
     def close(self) -> None:
         self._control.close()
@@ -215,13 +241,15 @@ class _Keeper:
         remove(str(self.base))  # does nothing unless the keeper was killed
 
 
-def _sweep() -> None:
-    """Remove the directories of this user's pools whose processes were all killed."""
+def _sweep(engine: str) -> None:
+    """Remove the directories and containers of this user's pools whose processes were all killed."""
     for base in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
             if base.lstat().st_uid == os.getuid():
                 with open(base / LOCK) as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if words := containers.removal(engine, base):
+                        subprocess.run(words, capture_output=True, check=False)
                     remove(str(base))
 
 
@@ -233,9 +261,8 @@ async def _bring(source: Path, target: Path) -> None:
             subprocess.run(["cp", "-aL", "--reflink=auto", source, target], check=True, capture_output=True)
             images.own(target)
         except (OSError, subprocess.CalledProcessError) as error:
-            raise WorkspaceError(
-                f"start: {source} cannot be copied: {getattr(error, 'stderr', error)!r}"
-            ) from error
+            reason = getattr(error, "stderr", error)
+            raise WorkspaceError(f"start: {source} cannot be copied: {reason!r}") from error
 
     await asyncio.to_thread(copy)
 

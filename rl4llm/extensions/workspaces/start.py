@@ -7,17 +7,16 @@ import os
 import resource
 import shutil
 import signal
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl4llm.extensions.workspaces import namespaces, tree
+from rl4llm.extensions.workspaces import namespaces, network, tree
 from rl4llm.runtime.seccomp import seccomp_filter
 
 if TYPE_CHECKING:
-    from rl4llm.extensions.workspaces.keeper import Holder
+    from rl4llm.extensions.workspaces.holder import Holder
 
 SPARE_PROCESSES = 8  # the holder's and bwrap's, which the kernel counts too
 OPEN_FILES = 4096
@@ -80,8 +79,7 @@ def launch(holder: Holder, order: dict[str, Any], reply: int, streams: Sequence[
         try:
             namespaces.end_with_parent(parent)
             namespaces.new_network()
-            if listeners := [_listening(port) for port in holder.ports]:
-                socket.send_fds(holder.gate, [b"+"], [listener.fileno() for listener in listeners])
+            network.listen(holder.gate, holder.ports)
             _become([*words, "--", *order["words"]], holder.order, streams, write_status, ready)
         except BaseException as error:  # noqa: BLE001 - the process ends here, and its holder reports why
             os.write(write_status, json.dumps({"failure": f"start: {error}"}).encode())
@@ -138,13 +136,6 @@ def oom_kills() -> int:
 
 def find_bwrap() -> str | None:
     return shutil.which("bwrap", path=f"{os.environ.get('PATH', '')}:/usr/bin:/usr/local/bin")
-
-
-def _listening(port: int) -> socket.socket:
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", port))
-    listener.listen(64)
-    return listener
 
 
 def _limit(limits: dict[str, Any]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import filecmp
 import os
 import secrets
 import shutil
+import signal
 import stat
 import sys
 import tarfile
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +22,7 @@ MERGED, UPPER, LOWER = "merged", "upper", "lower"
 SMALLEST_FILE = 4096  # bytes that every entry counts, so that empty files are bounded too
 LONGEST_DIFF = 128 * 1024  # bytes of a file that is compared line by line
 MOST_LINES = 3000
+COMPARED_S = 10
 DEEPEST = 100  # levels of directories that are compared
 NULL = "/dev/null"
 OPAQUE = "user.overlay.opaque"
@@ -34,26 +38,22 @@ def lock_into(directory: str) -> None:
     vars(tarfile).update(pwd=None, grp=None)  # libc would load the libraries that /etc/nsswitch.conf names
 
 
-def read(path: str, limit: int) -> bytes | None:
-    """Return the first bytes of a regular file, or None."""
+def read(path: str, limit: int) -> str | None:
+    """Return the first bytes of a regular file in base64, or None."""
     lock_into(MERGED)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:
-        return None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return None
-    with open(descriptor, "rb") as file:
-        return file.read(limit)
+    with suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return b64encode(file.read(limit)).decode()
+    return None
 
 
-def write(path: str, content: bytes, mode: int) -> None:
-    """Write a file, with its directories. What is in the way is replaced, a link too."""
+def write(path: str, content: str, mode: int) -> None:
+    """Write a file, given in base64, with its directories. What is in the way is replaced, a link too."""
     lock_into(MERGED)
     place, _ = _make(path, directory=False)
     beside = f"{place}.{secrets.token_hex(4)}"
     with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+        file.write(b64decode(content))
     os.chmod(beside, mode & 0o777)
     os.replace(beside, place)
 
@@ -64,9 +64,9 @@ def make_places(system: Sequence[Place], hidden: Sequence[Place]) -> tuple[list[
     bwrap would follow a link out of the tree.
     """
     lock_into(MERGED)
-    shown = [_make(path, directory=directory)[0] for path, directory in system]
-    made = [_make(path, directory=directory) for path, directory in hidden]
-    return shown, [path for path, _ in made], [path for _, created in made for path in created]
+    paths = [_make(path, directory=directory)[0] for path, directory in system]
+    places = [_make(path, directory=directory) for path, directory in hidden]
+    return paths, [path for path, _ in places], [path for _, created in places for path in created]
 
 
 def remove_places(created: Sequence[str]) -> None:
@@ -164,10 +164,22 @@ def _blocks(entry: os.DirEntry[str]) -> int:
     return 0
 
 
-def changes() -> Iterator[str]:
-    """Yield the unified diff of each file that differs from the image, in the order of their paths."""
+def changes(limit: int) -> str:
+    """Return the unified diff of the files that differ from the image, in the order of their paths, with marks of cuts."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, COMPARED_S)
     lock_into(".")
-    yield from _compared("", below=True)
+    text = ""
+    try:
+        for piece in _compared("", below=True):
+            text += piece
+            if len(text) > limit:
+                return f"{text[:limit]}\n[... the rest of the changes is omitted ...]\n"
+    except KeyboardInterrupt:
+        text += "[... the rest takes too long to compare ...]\n"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return text
 
 
 def _compared(directory: str, *, below: bool) -> Iterator[str]:
@@ -175,12 +187,12 @@ def _compared(directory: str, *, below: bool) -> Iterator[str]:
     try:
         entries = sorted(os.scandir(f"{UPPER}/{directory}"), key=lambda entry: entry.name)
     except OSError as error:
-        yield f"{_shown(directory)}: not readable ({error.strerror})\n"
+        yield f"{_printable(directory)}: not readable ({error.strerror})\n"
         return
     for entry in entries:
         path = f"{directory}{entry.name}"
         if entry.is_dir(follow_symlinks=False) and path.count("/") >= DEEPEST:
-            yield f"{_shown(path)}: too deep\n"
+            yield f"{_printable(path)}: too deep\n"
         elif entry.is_dir(follow_symlinks=False):
             through = below and _kind(f"{LOWER}/{path}") == "directory" and not _opaque(entry.path)
             yield from _compared(f"{path}/", below=through)
@@ -190,21 +202,21 @@ def _compared(directory: str, *, below: bool) -> Iterator[str]:
 
 def _difference(path: str, old: str, new: str) -> Iterator[str]:
     before, after = _kind(old), _kind(new)
-    name = _shown(path)
+    name = _printable(path)
     if before != after and "file" not in (before, after):
         yield f"{name}: {before} became {after}\n"
         return
     removed, added = (_lines(file) if kind == "file" else [] for file, kind in ((old, before), (new, after)))
     if removed is None or added is None:
-        yield "" if _same(old, new) else f"Files a/{name} and b/{name} differ (binary or long)\n"
+        if before != after or not filecmp.cmp(old, new, shallow=False):
+            yield f"Files a/{name} and b/{name} differ (binary or long)\n"
         return
-    first, second = (f"a/{name}" if before == "file" else NULL, f"b/{name}" if after == "file" else NULL)
-    lines = list(difflib.unified_diff(removed, added, first, second))
+    names = (f"a/{name}" if before == "file" else NULL, f"b/{name}" if after == "file" else NULL)
+    lines = list(difflib.unified_diff(removed, added, *names))
     if before != after and not lines:
-        lines = [f"{name}: {before} became {after}, empty\n"]
-    yield "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
-    )
+        yield f"{name}: {before} became {after}, empty\n"
+    for line in lines:
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
 def _kind(path: str) -> str:
@@ -213,7 +225,7 @@ def _kind(path: str) -> str:
     except OSError:
         return "nothing"
     if stat.S_ISLNK(mode):
-        return f"a link to {_shown(os.readlink(path))}"
+        return f"a link to {_printable(os.readlink(path))}"
     # overlayfs marks deleted files by devices
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFCHR: "nothing"}
     return kinds.get(stat.S_IFMT(mode), "a special file")
@@ -228,20 +240,12 @@ def _lines(path: str) -> list[str] | None:
     return content.decode(errors="replace").splitlines(keepends=True)
 
 
-def _same(old: str, new: str) -> bool:
-    with suppress(OSError), open(old, "rb") as before, open(new, "rb") as after:
-        while (piece := before.read(1 << 20)) == after.read(1 << 20):
-            if not piece:
-                return True
-    return False
-
-
 def _opaque(path: str) -> bool:
     with suppress(OSError):
         return os.getxattr(path, OPAQUE, follow_symlinks=False) == b"y"
     return False
 
 
-def _shown(path: str) -> str:
+def _printable(path: str) -> str:
     text = path.encode(errors="surrogateescape").decode(errors="replace")
     return text if text.isprintable() else ascii(text)

@@ -62,10 +62,10 @@ def image(tmp_path_factory):
     for name in ("bin", "data", "etc", "tmp"):
         (root / name).mkdir()
     shutil.copy(BUSYBOX, root / "bin" / "busybox")
-    for name in (
+    for name in [
         "sh",
         "cat",
-        "echo",
+        "cp",
         "rm",
         "mv",
         "ls",
@@ -77,7 +77,8 @@ def image(tmp_path_factory):
         "chmod",
         "nc",
         "wget",
-    ):
+        "sleep",
+    ]:
         (root / "bin" / name).symlink_to("busybox")
     for name, text in {"kept": "old\n", "removed": "gone\n", "moved": "moved\n"}.items():
         (root / "data" / name).write_text(text)

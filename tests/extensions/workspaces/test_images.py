@@ -1,10 +1,7 @@
 """What may lie below a workspace, and that no archive writes outside of its tree."""
 
 import asyncio
-import gzip
-import hashlib
 import io
-import json
 import os
 import shutil
 import stat
@@ -73,7 +70,10 @@ ESCAPES = {
     "a hard link": [member("hard", tarfile.LNKTYPE, "/{out}/victim")],
     "a hard link that climbs": [member("hard", tarfile.LNKTYPE, "../" * 20 + "{out}/victim")],
     "a whiteout": [member("../../../{out}/.wh.victim")],
-    "an opaque mark": [member("door", tarfile.SYMTYPE, "/{out}"), member("door/.wh..wh..opq")],
+    "a mark of a layer through a link": [
+        member("door", tarfile.SYMTYPE, "/{out}"),
+        member("door/.wh..wh..opq"),
+    ],
 }
 
 
@@ -130,69 +130,14 @@ def test_an_archive_is_unpacked_once(play, archive, tmp_path):
     made = tree.stat().st_ctime_ns
     with pytest.MonkeyPatch.context() as patch:
         pool = Workspaces()
-        patch.setattr("rl4llm.extensions.workspaces.images._unpack", None)
+        patch.setattr("rl4llm.extensions.workspaces.images._run", None)
         play(sh("true"), image=path, pool=pool)
         pool.close()
     assert [entry.stat().st_ctime_ns for entry in (tmp_path / "cache" / "images").iterdir()] == [made]
 
 
-@pytest.fixture
-def layout(image, tmp_path):
-    """Return layout(*layers, config): an OCI layout of the small image and layers of members."""
-
-    def made(*layers, config=None):
-        root = tmp_path / "layout"
-        (root / "blobs" / "sha256").mkdir(parents=True)
-
-        def blob(content):
-            digest = hashlib.sha256(content).hexdigest()
-            (root / "blobs" / "sha256" / digest).write_bytes(content)
-            return {"digest": f"sha256:{digest}", "size": len(content)}
-
-        blobs = []
-        for number, members in enumerate(((), *layers)):
-            buffer = io.BytesIO()
-            with tarfile.open(fileobj=buffer, mode="w") as tar:
-                if number == 0:
-                    tar.add(image, ".")
-                for one, content in members:
-                    tar.addfile(one, io.BytesIO(content))
-            blobs.append(blob(gzip.compress(buffer.getvalue())))
-        settings = blob(json.dumps({"config": config or {}}).encode())
-        manifest = blob(json.dumps({"config": settings, "layers": blobs}).encode())
-        (root / "index.json").write_text(json.dumps({"manifests": [manifest]}))
-        (root / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
-        return root
-
-    return made
-
-
-def test_layers_replace_and_remove_what_is_below(play, layout):
-    first = [member("data/added", content=b"1"), member("etc/x", content=b"1"), member("data/.wh.removed")]
-    second = [
-        member("data/kept", content=b"second\n"),
-        member("etc/.wh..wh..opq"),
-        member("etc/y", content=b"2"),
-    ]
-    root = layout(first, second, config={"Env": ["NAME=of the image"], "WorkingDir": "/data"})
-    result = play(sh("pwd; echo $NAME; ls; cat kept; ls /etc"), image=str(root))
-    assert result.output == "/data\nof the image\nadded\nkept\nmoved\nsecond\ny\n"
-
-
-def test_a_damaged_or_climbing_blob_is_refused(pool, layout):
-    root = layout()
-    for blob in (root / "blobs" / "sha256").iterdir():
-        blob.write_bytes(blob.read_bytes() + b" ")
-    with pytest.raises(ConfigError):
-        asyncio.run(pool.open(str(root)))
-    (root / "index.json").write_text(json.dumps({"manifests": [{"digest": "sha256:../../../../etc/passwd"}]}))
-    with pytest.raises(ConfigError):
-        asyncio.run(pool.open(str(root)))
-
-
 DOCKERFILE = """
 # a comment
-ARG WORD=built
 FROM {base}
 ENV GREETING="hello there" OTHER=x
 WORKDIR /app
@@ -216,12 +161,7 @@ def context(image, tmp_path):
     return root
 
 
-@pytest.fixture
-def no_containers(monkeypatch):
-    monkeypatch.setattr("rl4llm.extensions.workspaces.images.containers", lambda: None)
-
-
-def test_a_dockerfile_is_built_without_docker(play, context, no_containers, tmp_path):
+def test_a_dockerfile_is_built_without_docker(play, context, tmp_path):
     scenario = sh(
         "pwd; echo $GREETING; cat greeting one.txt two.txt files/inner.txt; ls -d sub; ls /data/removed"
     )
@@ -235,7 +175,7 @@ def test_a_dockerfile_is_built_without_docker(play, context, no_containers, tmp_
     assert len(list((tmp_path / "cache" / "images").iterdir())) == trees == 2  # the base and the result
 
 
-def test_a_dockerfile_extends_the_path_of_every_program(play, context, no_containers):
+def test_a_dockerfile_extends_the_path_of_every_program(play, context):
     with open(context / "Dockerfile", "a") as file:
         file.write("ENV PATH=/opt/x:$PATH\nRUN touch found\n")
     result = play(sh("echo $PATH; ls found"), image=str(context))
@@ -249,7 +189,7 @@ __attribute__((constructor)) static void run(void) { open("/data/PWNED", O_CREAT
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
-def test_packing_an_image_runs_no_code_of_it(play, context, no_containers, tmp_path):
+def test_packing_an_image_runs_no_code_of_it(play, context, tmp_path):
     (tmp_path / "evil.c").write_text(EVIL)
     library = context / "files" / "libnss_evil.so.2"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "evil.c"], check=True)
@@ -279,7 +219,7 @@ import planted"""
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_copied_file_never_replaces_a_directory(play, context, no_containers):
+def test_a_copied_file_never_replaces_a_directory(play, context):
     lines = (
         "RUN echo b > /data/b.txt && chmod 700 /data",
         "COPY one.txt /data",
@@ -294,23 +234,13 @@ def test_a_copied_file_never_replaces_a_directory(play, context, no_containers):
     assert result.output == "b\none\ninner\ntwo\n700\n"
 
 
-def test_arguments_of_a_dockerfile_are_those_so_far(play, context, no_containers):
-    text = "ARG VERSION=1.0\nARG NAME=a-$VERSION HIDDEN=x\n" + (context / "Dockerfile").read_text()
-    lines = (
-        "ARG VERSION",
-        "ARG NAME",
-        "ARG B=$NAME-b",
-        "ARG UNSET",
-        "RUN echo $VERSION $B $HIDDEN ${UNSET-unset} > /arguments",
-    )
-    (context / "Dockerfile").write_text("\n".join((text, *lines)))
-    assert play(sh("cat /arguments"), image=str(context)).output == "1.0 a-1.0-b unset\n"
-
-
 @pytest.mark.parametrize(
     "line",
     [
         "USER nobody",
+        "ARG VERSION=1",
+        "ENV NAME value",
+        "RUN --network=host true",
         "COPY ../secret /x",
         "COPY missing /x",
         "RUN false",
@@ -319,26 +249,11 @@ def test_arguments_of_a_dockerfile_are_those_so_far(play, context, no_containers
         "NONSENSE x",
     ],
 )
-def test_a_dockerfile_that_cannot_be_followed_is_refused(line, pool, context, no_containers):
+def test_a_dockerfile_that_cannot_be_followed_is_refused(line, pool, context):
     text = (context / "Dockerfile").read_text()
     (context / "Dockerfile").write_text(line if line.startswith("FROM") else f"{text}\n{line}\n")
     with pytest.raises(ConfigError):
         asyncio.run(pool.open(str(context)))
-
-
-@pytest.mark.skipif(
-    subprocess.run("podman info", shell=True, capture_output=True).returncode != 0,
-    reason="podman does not work",
-)
-def test_podman_has_images_by_name(play, archive):
-    subprocess.run(
-        ["podman", "import", "-c", "ENV NAME=podman", "-c", "WORKDIR /data", archive(), "rl4llm-test"],
-        check=True,
-    )
-    try:
-        assert play(sh("pwd; echo $NAME; cat kept"), image="rl4llm-test").output == "/data\npodman\nold\n"
-    finally:
-        subprocess.run(["podman", "rmi", "rl4llm-test"], check=True)
 
 
 def test_the_cache_is_whole_or_missing_for_processes_that_race(archive, tmp_path, _walls):

@@ -236,7 +236,7 @@ def test_directories_of_other_users_are_left_alone(lock, tmp_path, monkeypatch):
     os.mkfifo(base / "lock") if lock == "fifo" else (base / "lock").touch()
     os.chown(base, 65534, 65534)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    sweeping = threading.Thread(target=pool_module._sweep, daemon=True)
+    sweeping = threading.Thread(target=pool_module._sweep, args=("bwrap",), daemon=True)
     sweeping.start()
     sweeping.join(10)
     assert not sweeping.is_alive() and base.exists()

@@ -1,0 +1,233 @@
+"""Workspaces that are containers of podman or docker, with the isolation and the limits of that engine.
+
+Between two starts a container is restarted, which ends all its processes and leaves its files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import secrets
+import socket
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl4llm.extensions.workspaces.mounted import LINE_BYTES, message
+from rl4llm.extensions.workspaces.start import KILLED, OPEN_FILES
+from rl4llm.extensions.workspaces.workspace import Program, Workspace, WorkspaceError
+
+LABEL = "rl4llm"
+IDLE = "while :; do sleep 1000; done"
+ENTER = 'mkdir -p "$1" && cd "$1" && shift && exec "$@"'
+CLEAR = 'for place; do rm -rf "$place"; done'
+ENGINE_FAILED = 125  # as podman and docker report it
+Ask = Callable[[Mapping[str, object]], Awaitable[tuple[socket.socket, asyncio.StreamReader]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image of an engine, and how programs begin in it."""
+
+    engine: str
+    name: str
+    environment: Mapping[str, str]
+    cwd: str
+
+
+async def prepare(engine: str, name: str) -> Image:
+    """Return the image that an engine has, pulls or builds from a directory. Raises WorkspaceError."""
+    directory = Path(name).expanduser()
+    if (directory / "Dockerfile").is_file():
+        name = (await _output(engine, "build", "-q", str(directory.resolve()))).decode().strip()
+    try:
+        details = await _output(engine, "image", "inspect", name)
+    except WorkspaceError:
+        name = (await _output(engine, "pull", "-q", name)).decode().strip()
+        details = await _output(engine, "image", "inspect", name)
+    config = json.loads(details)[0]["Config"]
+    return Image(
+        engine,
+        name,
+        dict(entry.split("=", 1) for entry in config.get("Env") or ()),
+        config.get("WorkingDir") or "/",
+    )
+
+
+def removal(engine: str, base: Path) -> list[str]:
+    """Return the words that remove the containers of a keeper's directory."""
+    script = f"{engine} rm -f $({engine} ps -aq --filter label={LABEL}={base})"
+    return ["sh", "-c", script] if engine != "bwrap" else []
+
+
+class Container(Workspace):
+    """A workspace that is a container. Files of a start are copied into it, and removed before the next start."""
+
+    def __init__(
+        self,
+        image: Image,
+        base: Path,
+        ask: Ask,
+        doors: Mapping[str, Any],
+        output_bytes: int,
+        release: Callable[[], None],
+    ):
+        super().__init__(image.environment, image.cwd, output_bytes)
+        self._image, self._base, self._ask, self._doors = image, base, ask, doors
+        self.release = release
+        self._name = f"{LABEL}-{secrets.token_hex(8)}"
+        self._gate: socket.socket | None = None
+        self._fresh, self._closed = True, False
+        self._files: list[str] = []
+
+    async def create(self, limits: Mapping[str, int], options: Sequence[str]) -> None:
+        """Start the container, which the keeper removes at the latest."""
+        memory = limits["memory_bytes"]
+        # The engine's defaults may be more than this user has. The number of processes is that of --pids-limit.
+        bounds = {"nofile": OPEN_FILES, "nproc": OPEN_FILES, "fsize": limits["disk_bytes"], "core": 0}
+        ulimits = [word for name, most in bounds.items() for word in ("--ulimit", f"{name}={most}:{most}")]
+        words = [
+            "run", "-d", "--name", self._name, "--label", f"{LABEL}={self._base}", "--network", "none",
+            "--stop-timeout", "0", "--security-opt", "no-new-privileges", "--memory", str(memory), "--memory-swap", str(memory),
+            "--pids-limit", str(limits["processes"]), *ulimits, "--entrypoint", "/bin/sh", *options, self._image.name,
+            "-c", IDLE,
+        ]  # fmt: skip
+        try:
+            await self._call(*words)
+        except BaseException:
+            self.release = lambda: None
+            await self.close()
+            raise
+
+    async def read(self, path: str, limit: int = 1 << 20) -> bytes | None:
+        words = [self._image.engine, "cp", f"{self._name}:{os.path.join('/', self.cwd, path)}", "-"]
+        content = await asyncio.to_thread(_first_file, words, limit)
+        if content is None:
+            await self._call("inspect", self._name)  # the engine works, so there is no such file
+        return content
+
+    async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        with tempfile.NamedTemporaryFile(dir=self._base) as file:
+            file.write(content)
+            file.flush()
+            os.chmod(file.fileno(), mode)
+            await self._put({os.path.join("/", self.cwd, path): Path(file.name)})
+
+    async def changes(self, limit: int = 1 << 16) -> str:
+        """Return the paths that were added (A), changed (C) or deleted (D), one a line."""
+        text = (await self._call("diff", self._name)).decode(errors="replace")
+        return text if len(text) <= limit else f"{text[:limit]}\n[... the rest is omitted ...]\n"
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._gate:
+                self._gate.close()
+            await self._call("rm", "-f", self._name)
+        finally:
+            self.release()
+
+    async def _begin(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        files: Mapping[str, Path],
+        *,
+        together: bool,
+    ) -> Program:
+        if not self._fresh:
+            await self._restart()
+        self._fresh = False
+        if places := [*self._files, *files]:
+            await self._call("exec", self._name, "/bin/sh", "-c", CLEAR, "sh", *places)
+        if files:
+            await self._put(files)
+        self._files = [*files]
+        if self._doors["sockets"] or self._doors["network"]:
+            await self._open_ports()
+        variables = {**self.environment, **env}
+        options = [word for name, value in variables.items() for word in ("-e", f"{name}={value}")]
+        place = os.path.join("/", self.cwd, cwd)
+        command = ["exec", "-i", *options, self._name, "/bin/sh", "-c", ENTER, "sh", place, *words]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            self._image.engine,
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT if together else pipe,
+            limit=LINE_BYTES,
+            cwd=self._base,  # where conmon leaves a file when memory runs out
+        )
+        assert process.stdin is not None and process.stdout is not None
+
+        async def end() -> tuple[int, str]:
+            if (code := await process.wait()) == ENGINE_FAILED:  # also a code of programs
+                await self._call("exec", self._name, "/bin/sh", "-c", ":")
+            return code if code >= 0 else KILLED, ""
+
+        async def kill() -> None:
+            process.kill()  # the engine's command, so that it prints no error
+            await self._restart()
+
+        streams = process.stdin, process.stdout, process.stderr or process.stdout
+        return Program(streams, end(), kill)
+
+    async def _open_ports(self) -> None:
+        pid = json.loads(await self._call("inspect", self._name))[0]["State"]["Pid"]
+        self._gate, answers = await self._ask({"container": pid, **self._doors})
+        await message(answers, "ports")
+
+    async def _restart(self) -> None:
+        if self._gate:
+            self._gate.close()
+        await self._call("restart", self._name)
+
+    async def _put(self, files: Mapping[str, Path]) -> None:
+        """Copy files and directories of the host by their places inside, with what their links lead to."""
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w", dereference=True) as tar:
+            for place, source in files.items():
+                tar.add(source, place, filter=_of_root)
+        await self._call("cp", "-", f"{self._name}:/", data=archive.getvalue())
+
+    async def _call(self, *words: str, data: bytes = b"") -> bytes:
+        return await _output(self._image.engine, *words, data=data)
+
+
+def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
+
+
+async def _output(engine: str, *words: str, data: bytes = b"") -> bytes:
+    """Return what a command of the engine prints. Raises WorkspaceError if it fails."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(engine, *words, stdin=pipe, stdout=pipe, stderr=pipe)
+    output, errors = await process.communicate(data)
+    if process.returncode:
+        raise WorkspaceError(f"{engine} {words[0]}: {errors.decode(errors='replace').strip()[-300:]}")
+    return output
+
+
+def _first_file(words: Sequence[str], limit: int) -> bytes | None:
+    """Return the beginning of the regular file in the archive that a command prints, or None."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            with tarfile.open(fileobj=process.stdout, mode="r|") as tar:
+                file = tar.extractfile(tar.next() or tarfile.TarInfo())
+                return file.read(limit) if file else None
+        except (tarfile.ReadError, KeyError):  # there is none, or a link that leads nowhere
+            return None
+        finally:
+            process.kill()
