@@ -1,4 +1,4 @@
-"""``rl4llm tasks import``: write rows of SWE-bench, SWE-Gym or SWE-smith as task directories."""
+"""``rl4llm tasks import``: write rows of SWE-bench or SWE-Gym as task directories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl4llm.commands.output import show
 
 
 def add(commands: Any) -> None:
-    about = "write task directories from rows of SWE-bench, SWE-Gym or SWE-smith"
+    about = "write task directories from rows of SWE-bench or SWE-Gym"
     tasks = commands.add_parser("tasks", help=about, description=f"{about[0].upper()}{about[1:]}.")
     actions = tasks.add_subparsers(required=True, metavar="ACTION", parser_class=type(tasks))
     command = add_command(

@@ -1,4 +1,4 @@
-"""Rows of SWE-bench, SWE-Gym and SWE-smith as task directories."""
+"""Rows of SWE-bench and SWE-Gym as task directories."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORM = {
     "environment/Dockerfile": "FROM {image}\nCOPY repo.tar /tmp/\n"
     "RUN mkdir -p /testbed && tar -xf /tmp/repo.tar -C /testbed && rm /tmp/repo.tar\nWORKDIR /testbed\n"
     "RUN {command} --version\n",
-    "solution/solve.sh": "cd /testbed && git apply --whitespace=nowarn {reverse} /solution/solution.patch\n",
+    "solution/solve.sh": "cd /testbed && git apply --whitespace=nowarn /solution/solution.patch\n",
     "tests/test.sh": """cd /testbed && chmod -R u+rwX .
 find . '(' -name __pycache__ -o -name {configs} ')' -prune -exec rm -rf '{{}}' +
 rm -rf {removed} {above}
@@ -71,13 +71,9 @@ class Importer:
         return count
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        """Write the task of one row, whole or not at all.
-
-        A row with a base_commit begins there, and its patch is the solution. Those of SWE-smith have none: they begin with
-        HEAD and their patch, which is the fault, and the solution takes it back.
-        """
+        """Write the task of one row, whole or not at all. It begins with the base_commit, and the patch is the solution."""
         names = [name for key in ("FAIL_TO_PASS", "PASS_TO_PASS") for name in _test_ids(row[key])]
-        target, commit = self.out / _plain(row["instance_id"]), row.get("base_commit")
+        target = self.out / _plain(row["instance_id"])
         if target.exists():
             raise DataError(f"{target} exists. Remove it, or the row that is there twice.")
         self.out.mkdir(parents=True, exist_ok=True)
@@ -85,10 +81,9 @@ class Importer:
             task, repo = Path(scratch) / "task", Path(scratch) / "repo"
             for file in FORM:
                 (task / file).parent.mkdir(parents=True)
-            fault = "" if commit else row["patch"]
-            _check_out(self._mirror(row["repo"]), commit or "HEAD", fault, repo)
+            _clone(self._mirror(row["repo"]), _plain(row["base_commit"]), repo)
             _pack(repo, ["."], task / "environment/repo.tar")
-            _apply(repo, row["patch"], *([] if commit else ["-R"]))
+            _apply(repo, row["patch"])
             files = _test_files(repo, row.get("test_patch") or "", names)
             _pack(repo, [file for file in files if (repo / file).is_file()], task / "tests/files.tar")
             lists = {
@@ -98,8 +93,8 @@ class Importer:
                 "folders": sorted({str(folder) for file in files for folder in PurePosixPath(file).parents}),
             }
             values = {name: shlex.join(words) for name, words in lists.items()}
-            values |= {"image": self.image, "command": self.command, "reverse": "" if commit else "-R"}
-            values |= {"count": str(len(set(names))), "configs": " -o -name ".join(CONFIGS)}
+            values |= {"image": self.image, "command": self.command, "configs": " -o -name ".join(CONFIGS)}
+            values |= {"count": str(len(set(names)))}
             # A test that fails as expected has passed, but only tests may expect it.
             expects = re.search(rb"\bxfail\b", (task / "tests/files.tar").read_bytes())
             values["skipped"] = 'type="pytest.skip"' if expects else "<skipped"
@@ -117,23 +112,22 @@ class Importer:
         raise DataError(f"{mirror} does not exist. Next: git clone --mirror the repository to this place.")
 
 
-def _check_out(mirror: Path, commit: str, patch: str, repo: Path) -> None:
-    """Make a repository with one commit: that of the mirror, patched. Others, which may have the solution, are not in it."""
+def _clone(mirror: Path, commit: str, repo: Path) -> None:
+    """Make a repository with one commit, that of the mirror. Others, which may have the solution, are not in it."""
     repo.mkdir()
     _git(repo, "init", "-q")
-    _git(repo, "fetch", "-q", "--depth", "1", str(mirror), _plain(commit))
+    _git(repo, "fetch", "-q", "--depth", "1", str(mirror), commit)
     _git(repo, "checkout", "-q", "--detach", "FETCH_HEAD")
-    _apply(repo, patch)
     shutil.rmtree(repo / ".git")
     _git(repo, "init", "-q")
     _git(repo, "add", "-A", "-f")
     _commit(repo)
 
 
-def _apply(repo: Path, patch: str, *options: str) -> None:
+def _apply(repo: Path, patch: str) -> None:
     """Apply a patch and commit it."""
     if patch.strip():
-        _git(repo, "apply", "--index", "--whitespace=nowarn", *options, "-", text=patch)
+        _git(repo, "apply", "--index", "--whitespace=nowarn", "-", text=patch)
         _commit(repo)
 
 

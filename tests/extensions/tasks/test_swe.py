@@ -1,4 +1,4 @@
-"""Rows of SWE-bench and SWE-smith become task directories, which show neither the solution nor later commits."""
+"""Rows of SWE-bench become task directories, which show neither the solution nor later commits."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from task_files import grades, import_pytest_from
 from rl4llm.cli import main
 from rl4llm.core.errors import DataError
 from rl4llm.data.load import load_rows
-from rl4llm.extensions.tasks.check import check_tasks
+from rl4llm.extensions.tasks.check import try_tasks
 from rl4llm.extensions.tasks.swe import Importer
 
 CODE = "def double(x):\n    return x * x\n\n\ndef half(x):\n    return x / 2\n"
@@ -44,7 +44,7 @@ def commit(repo: Path, **files: str) -> str:
 
 @pytest.fixture(scope="module")
 def repos(tmp_path_factory):
-    """Return a directory with the mirror of a repository, and its rows as SWE-bench and SWE-smith would have them."""
+    """Return a directory with the mirror of a repository, and its row as SWE-bench would have it."""
     home = tmp_path_factory.mktemp("repos")
     work = home / "work"
     work.mkdir()
@@ -56,7 +56,7 @@ def repos(tmp_path_factory):
     (work / "tests/test_old.py").unlink()
     commit(work, tests__test_calc=NEW_TESTS)
     test_patch = git(work, "diff", base, "HEAD")
-    head = commit(work, calc=SOLVED)
+    commit(work, calc=SOLVED)
     patch = git(work, "diff", base, "HEAD", "--", "calc.py")
     git(home, "clone", "-q", "--mirror", str(work), str(home / "mirrors/owner/calc.git"))
     row = {
@@ -73,13 +73,7 @@ def repos(tmp_path_factory):
         "FAIL_TO_PASS": json.dumps(row["FAIL_TO_PASS"]),
         "PASS_TO_PASS": '["tests/test_calc.py::test_half"]',
     }
-    smith = {
-        **row,
-        "instance_id": "calc.smith",
-        "patch": git(work, "diff", head, base, "--", "calc.py"),
-        "PASS_TO_PASS": ["tests/test_calc.py::test_half"],
-    }
-    return home / "mirrors", bench, smith
+    return home / "mirrors", bench
 
 
 def write(path: Path, *rows: dict) -> Path:
@@ -89,9 +83,9 @@ def write(path: Path, *rows: dict) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(repos, tmp_path_factory):
-    mirrors, *rows = repos
+    mirrors, row = repos
     tmp_path = tmp_path_factory.mktemp("tasks")
-    words = ["tasks", "import", str(write(tmp_path / "rows.jsonl", *rows)), "--repos", str(mirrors)]
+    words = ["tasks", "import", str(write(tmp_path / "rows.jsonl", row)), "--repos", str(mirrors)]
     command = "env PYTHONPATH=/testbed/pytest.zip python3 -m pytest"
     assert main([*words, "--out", str(tmp_path / "tasks"), "--command", command]) == 0
     return tmp_path / "tasks"
@@ -99,13 +93,12 @@ def tasks(repos, tmp_path_factory):
 
 def test_rows_become_tasks(tasks):
     rows = load_rows(tasks)
-    assert [row["prompt_id"] for row in rows] == ["calc.smith", "owner__calc-1"]
+    assert [row["prompt_id"] for row in rows] == ["owner__calc-1"]
     assert rows[0]["messages"] == [{"role": "user", "content": "double() must double."}]
 
 
-@pytest.mark.parametrize("name", ["owner__calc-1", "calc.smith"])
-def test_an_episode_sees_no_solution_and_no_later_commit(tasks, name, tmp_path):
-    with tarfile.open(tasks / name / "environment/repo.tar") as tar:
+def test_an_episode_sees_no_solution_and_no_later_commit(tasks, tmp_path):
+    with tarfile.open(tasks / "owner__calc-1" / "environment/repo.tar") as tar:
         tar.extractall(tmp_path / "repo", filter="data")
     repo = tmp_path / "repo"
     assert (repo / "calc.py").read_text() == CODE
@@ -119,8 +112,7 @@ def test_an_episode_sees_no_solution_and_no_later_commit(tasks, name, tmp_path):
         for line in blobs
         if " blob " in line and int(line.split()[2]) < 9999
     ]
-    assert CODE in texts and SOLVED not in texts
-    assert (NEW_TESTS in texts) == (name == "calc.smith")  # whose tests are known
+    assert CODE in texts and SOLVED not in texts and NEW_TESTS not in texts
     assert "mirrors" not in "".join(
         path.read_text(errors="replace") for path in (repo / ".git").glob("*") if path.is_file()
     )
@@ -128,7 +120,7 @@ def test_an_episode_sees_no_solution_and_no_later_commit(tasks, name, tmp_path):
 
 @pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
 def test_solutions_pass_and_empty_agents_do_not(tasks):
-    assert check_tasks(load_rows(tasks), {"count": 2}, print) == []
+    assert try_tasks(load_rows(tasks), {"count": 2}, print) == []
 
 
 FIX = "import calc; calc.double = lambda x: 2 * x"
@@ -175,6 +167,7 @@ def test_what_an_episode_does_to_the_tests_does_not_count(tasks, cheat):
         {"repo": "owner/other"},
         {"base_commit": "--upload-pack=touch"},
         {"base_commit": "0" * 40},
+        {"base_commit": None},
         {"patch": "nonsense"},
         {"test_patch": "--- a/../x\n+++ b/../x\n@@ -0,0 +1 @@\n+x\n"},
         {"FAIL_TO_PASS": ["test_double (calc.Tests)"]},
@@ -184,7 +177,7 @@ def test_what_an_episode_does_to_the_tests_does_not_count(tasks, cheat):
     ids=str,
 )
 def test_a_bad_row_is_one_line_and_leaves_nothing(repos, tmp_path, change):
-    mirrors, bench, _ = repos
+    mirrors, bench = repos
     importer = Importer(mirrors, tmp_path / "tasks", "host", "pytest")
     with pytest.raises(DataError) as caught:
         importer.write_all(str(write(tmp_path / "rows.jsonl", bench | change)))
@@ -193,7 +186,7 @@ def test_a_bad_row_is_one_line_and_leaves_nothing(repos, tmp_path, change):
 
 
 def test_a_row_that_is_there_twice_is_refused(repos, tmp_path):
-    mirrors, bench, _ = repos
+    mirrors, bench = repos
     with pytest.raises(DataError):
         Importer(mirrors, tmp_path / "tasks", "host", "pytest").write_all(
             str(write(tmp_path / "r.jsonl", bench, bench))
