@@ -11,7 +11,7 @@ import secrets
 import shlex
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -80,16 +80,16 @@ class Shell:
         # would not survive errors of syntax in bash.
         line = f"command eval {text} </dev/null 9>&-; command printf '%s%s %s\\n' {mark} {half} \"$?\" >&9\n"
         program.stdin.write(line.encode(errors="replace"))
-        kept, code, end = Kept(2 * self.max_chars), None, "ended"
+        output, code, end = Kept(2 * self.max_chars), None, "ended"
         try:
             async with asyncio.timeout(self.command_s):
-                code = await self._read(program.stdout, kept, f"{mark}{half} ".encode())
+                code = await self._read(program.stdout, output, f"{mark}{half} ".encode())
         except TimeoutError:
             end = "timeout"
         if code is not None:
-            return Outcome(kept.text(self.max_chars).strip("\n"), code)
-        kept.add(self._rest)
-        return Outcome(kept.text(self.max_chars).strip("\n"), None, end, await self.end())
+            return Outcome(output.text(self.max_chars).strip("\n"), code)
+        output.add(self._rest)
+        return Outcome(output.text(self.max_chars).strip("\n"), None, end, await self.end())
 
     async def end(self) -> str:
         """End the shell and everything that it started; return the limit of the workspace that ended it before, if any.
@@ -103,32 +103,31 @@ class Shell:
         await program.kill()
         return str(program.reason)
 
-    async def _read(self, stream: asyncio.StreamReader, kept: Kept, mark: bytes) -> int | None:
+    async def _read(self, stream: asyncio.StreamReader, output: Kept, mark: bytes) -> int | None:
         """Read up to the line with the mark and return the exit code in it.
 
         Return None if the shell ends before, or writes anything but a code: a function of the policy replaced a command.
         """
         while (place := self._rest.find(mark)) < 0 or not (end := CODE.match(self._rest, place + len(mark))):
             safe = place if place >= 0 else max(0, len(self._rest) - len(mark))
-            kept.add(self._rest[:safe])
+            output.add(self._rest[:safe])
             self._rest = self._rest[safe:]
             chunk = await stream.read(CHUNK)
             if not chunk:
                 return None
             self._rest += chunk
-        kept.add(self._rest[:place])
+        output.add(self._rest[:place])
         self._rest = self._rest[end.end() :]
         return int(end[1]) if end[1] else None
 
 
 @tool(timeout_s=EPISODE_S)
-def shell(command: str) -> str:
+def shell(command: str) -> None:
     """Run a command in a shell, which keeps its directory and variables.
 
     Args:
         command: One or more lines for the shell.
-    """
-    raise NotImplementedError("ShellEnv runs it in the workspace of an episode")  # this is the schema
+    """  # the schema alone: `ShellEnv._run` has the workspace of the episode
 
 
 def fenced(text: str) -> Iterator[ToolCall]:
@@ -234,14 +233,10 @@ class ShellEnv(ToolMDPEnv):
     async def _run(self, sample: SampleState, call: ToolCall) -> Any:
         if call.name != "shell":
             return await super()._run(sample, call)
-        command = call.arguments["command"]
-        try:
+        command, outcome = call.arguments["command"], None
+        with _failing(sample):
             outcome = await (await self._shell(sample)).run(command)
-        except (WorkspaceError, ConfigError) as error:  # the latter for an image
-            sample.fail(str(error), "env/workspace")
-            return ""
-        except DataError as error:
-            sample.fail(str(error), "env/task")
+        if outcome is None:
             return ""
         counts = sample.extras["metrics"]
         events = ("commands", True), ("exit_errors", outcome.code), ("timeouts", outcome.end == "timeout")
@@ -263,22 +258,21 @@ class ShellEnv(ToolMDPEnv):
     async def _conclude(self, sample: SampleState) -> None:
         """Grade an episode that has ended by itself, and remove its workspace."""
         try:
-            played = id(sample) in self._shells or _has_task(sample.columns)
-            if sample.done and sample.failure is None and played:
-                shell = await self._shell(sample)
-                await shell.end()
-                sample.extras["changes"] = await shell.workspace.changes()
-                if _has_task(sample.columns):
-                    verdict = await self._tasks.grade(sample.columns, shell.workspace)
-                    sample.extras["task"] = asdict(verdict)
-                    sample.extras.setdefault("metrics", {})["tests_timed_out"] = int(verdict.timed_out)
-        except (WorkspaceError, ConfigError) as error:  # the latter for an image
-            sample.fail(str(error), "env/workspace")
-        except DataError as error:
-            sample.fail(str(error), "env/task")
+            with _failing(sample):
+                played = id(sample) in self._shells or _has_task(sample.columns)
+                if sample.done and sample.failure is None and played:
+                    await self._grade(sample, await self._shell(sample))
         finally:
-            if last := self._shells.pop(id(sample), None):
-                await last.workspace.close()
+            if shell := self._shells.pop(id(sample), None):
+                await shell.workspace.close()
+
+    async def _grade(self, sample: SampleState, shell: Shell) -> None:
+        await shell.end()
+        sample.extras["changes"] = await shell.workspace.changes()
+        if _has_task(sample.columns):
+            verdict = await self._tasks.grade(sample.columns, shell.workspace)
+            sample.extras["task"] = asdict(verdict)
+            sample.extras.setdefault("metrics", {})["tests_timed_out"] = int(verdict.timed_out)
 
     @asynccontextmanager
     async def _ending(self, sample: SampleState, llm: LLM) -> AsyncIterator[None]:
@@ -303,6 +297,17 @@ class ShellEnv(ToolMDPEnv):
             "ended": f"[The shell ended{outcome.limit and ': '}{outcome.limit}. {again}]",
         }
         return "\n".join(filter(None, [outcome.output, notes[outcome.end]]))
+
+
+@contextmanager
+def _failing(sample: SampleState) -> Iterator[None]:
+    """Fail the sample for a fault of its workspace or its row."""
+    try:
+        yield
+    except (WorkspaceError, ConfigError) as error:  # the latter for an image
+        sample.fail(str(error), "env/workspace")
+    except DataError as error:
+        sample.fail(str(error), "env/task")
 
 
 def _has_task(columns: Mapping[str, Any]) -> bool:
