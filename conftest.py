@@ -180,6 +180,15 @@ def _same_on_every_processor():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _images(request, tmp_path_factory):
+    """Keep images that tests of workspaces unpack out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not {"workspaces", "tasks", "agents"}.isdisjoint(request.path.parts):
+            patch.setenv("RL4LLM_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_pictures(request, monkeypatch):
     """Leave out the picture of a run's curve, half of the time of a short run, outside the tests of it."""
