@@ -466,7 +466,7 @@ SHELL = _of(
      "test_shell.py::test_output_cannot_forge_the_end_of_a_command"),
     ("copy_of_the_output", "shell.py", "</dev/null 9>&-;", "</dev/null;",
      "test_shell.py::test_output_cannot_forge_the_end_of_a_command"),
-    ("output_before_the_time_limit", "shell.py", "kept.add(self._rest)", "kept.add(b'')",
+    ("output_before_the_time_limit", "shell.py", "output.add(self._rest)", "output.add(b'')",
      "test_shell.py::test_slow_command_is_stopped_and_a_new_shell_begins"),
     ("middle_of_an_output", "workspace.py", "del self._tail[: max(0, len(self._tail) - self._most)]",
      "del self._tail[self._most :]",
@@ -477,7 +477,7 @@ SHELL = _of(
      "test_shell.py::test_exit_or_no_command_ends_the_episode"),
     ("wait_for_a_place", "shell.py", "await llm.close(sample)", "pass",
      "test_shell.py::test_more_episodes_than_places_wait_without_an_engine"),
-    ("fault_of_a_workspace", "shell.py", 'sample.fail(str(error), "env/workspace")\n            return ""', 'return ""',
+    ("fault_of_a_workspace", "shell.py", 'sample.fail(str(error), "env/workspace")', 'pass',
      "test_shell.py::test_a_broken_workspace_is_played_again_and_never_scored"),
     ("verdict_of_a_task", "shell.py", "if sample.done and sample.failure is None and played:", "if False:",
      "test_shell_training.py::test_hidden_tests_decide_the_reward_of_an_episode"),
@@ -518,7 +518,7 @@ TASKS = _of(
     "tests/extensions/tasks",
     ("tasks_cleared", "grade.py", "mv /$name /.$2-$name || exit 1", "true",
      "test_grade.py::test_what_an_episode_prepares_does_not_count"),
-    ("tasks_time", "grade.py", "return Verdict(0.0, output=result.output + end, timed_out=True)", "pass",
+    ("tasks_time", "grade.py", "if result.timed_out:", "if False:",
      "test_grade.py::test_tests_that_hang_give_0_in_their_time"),
     ("tasks_range", "verdict.py", "if not 0 <= stored <= 1:", "if stored > 1:",
      "test_verdict.py::test_what_cannot_be_read_is_a_fault_of_the_data"),
@@ -551,8 +551,10 @@ TASKS = _of(
     ("swe_report", "swe.py", "-ge {count}", "-ge 0", "test_swe.py::test_what_an_episode_does_to_the_tests_does_not_count"),
     ("tasks_home", "grade.py", "env={**FRESH, ", "env={",
      "test_grade.py::test_tests_have_a_new_home_unless_the_task_names_one"),
-    ("tasks_broken_after", "grade.py", "return Verdict(0.0, output=cleared.output)", "raise DataError(cleared.output)",
+    ("tasks_broken_after", "grade.py", "if not await self._work(columns):", "if True:",
      "test_grade.py::test_an_episode_that_breaks_its_tests_gets_0"),
+    ("tasks_never_work", "grade.py", "self._working[row] = False", "self._working[row] = True",
+     "test_grade.py::test_tests_that_never_work_are_the_tasks_fault"),
 )  # fmt: skip
 
 RUBRIC = _of(

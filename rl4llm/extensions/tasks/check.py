@@ -14,7 +14,7 @@ from rl4llm.extensions.tasks.grade import Tasks
 from rl4llm.extensions.tasks.task import names_task, read_task
 
 
-def check_tasks(
+def try_tasks(
     rows: Iterable[Mapping[str, Any]], options: Mapping[str, Any], tell: Callable[[str], None]
 ) -> list[str]:
     """Return the lines about tasks whose solution does not get 1, or whose untouched workspace does not get 0.
@@ -27,31 +27,30 @@ def check_tasks(
         return []
     workspaces = with_options("env.workspace", from_extension("workspaces", "check --task"), options)
     try:
-        return asyncio.run(_check(workspaces, list(tasks.values()), tell))
+        return asyncio.run(_try(workspaces, list(tasks.values()), tell))
     finally:
         workspaces.close()
 
 
-async def _check(workspaces: Any, rows: list[Mapping[str, Any]], tell: Callable[[str], None]) -> list[str]:
+async def _try(workspaces: Any, rows: list[Mapping[str, Any]], tell: Callable[[str], None]) -> list[str]:
     await (await workspaces.open()).close()  # a machine without an engine has one line, not one for each task
     tasks, lines = Tasks(workspaces), dict[str, None]()
 
-    async def check(row: Mapping[str, Any], solved: bool) -> None:
-        if (fault := await _fault(tasks, row, solved=solved)) and (
-            line := f"{row['task']}: {fault}"
-        ) not in lines:
+    async def play(row: Mapping[str, Any], solved: bool) -> None:
+        line = await _outcome(tasks, row, solved=solved)
+        if line and line not in lines:
             lines[line] = None
             tell(line)
 
-    await asyncio.gather(*(check(row, solved) for row in rows for solved in (True, False)))
+    await asyncio.gather(*(play(row, solved) for row in rows for solved in (True, False)))
     return [*lines]
 
 
-async def _fault(tasks: Tasks, row: Mapping[str, Any], *, solved: bool) -> str:
-    """Return what is wrong with the reward of the solution, or of doing nothing; "" if nothing is."""
-    if solved and read_task(Path(row["task"])).solution is None:
-        return ""
+async def _outcome(tasks: Tasks, row: Mapping[str, Any], *, solved: bool) -> str:
+    """Return a line about the reward of the solution, or of doing nothing; "" if it is as it should be."""
     try:
+        if solved and read_task(Path(row["task"])).solution is None:
+            return ""
         workspace = await tasks.open(row)
         try:
             await workspace.place(row.get("files"))
@@ -61,8 +60,9 @@ async def _fault(tasks: Tasks, row: Mapping[str, Any], *, solved: bool) -> str:
         finally:
             await workspace.close()
     except RL4LLMError as error:
-        return str(error).removeprefix(f"{row['task']}: ")
+        place = f"{row['task']}: "
+        return place + str(error).removeprefix(place)
     if verdict.reward == solved:
         return ""
     who = "the solution" if solved else "doing nothing"
-    return f"{who} gets {verdict.reward:g}, not {solved:d}. {verdict.printed}"
+    return f"{row['task']}: {who} gets {verdict.reward:g}, not {solved:d}. {verdict.printed}"

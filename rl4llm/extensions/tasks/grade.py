@@ -39,6 +39,7 @@ class Tasks:
 
     def __init__(self, workspaces: Any):
         self._workspaces = workspaces
+        self._working: dict[tuple[str, str], bool] = {}
 
     async def open(self, columns: Mapping[str, Any], *, sockets: Mapping[int, str] | None = None) -> Any:
         """Open a workspace with the task's image, else that of the pool, with the task's variables and directory."""
@@ -62,27 +63,54 @@ class Tasks:
             await _run(workspace, task.solution)
 
     async def grade(self, columns: Mapping[str, Any], workspace: Any) -> Verdict:
-        """Run the task's tests in the workspace of an episode; tests that take too long or cannot start any more give 0.
+        """Run the task's tests in the workspace of an episode, which is closed if they leave no verdict.
 
+        They give 0 if they take too long, or if they have a verdict where nothing was done: then the episode broke them.
         Raises DataError for tests that are broken, and the workspace's error where it does not work.
         """
-        task = read_task(Path(columns["task"]))
+        try:
+            return await self._verdict(columns, workspace)
+        except DataError as error:
+            await workspace.close()  # `count` may be 1
+            if not await self._work(columns):
+                raise
+            return Verdict(0.0, output=str(error))
+
+    async def _verdict(self, columns: Mapping[str, Any], workspace: Any) -> Verdict:
+        task, output = read_task(Path(columns["task"])), ""
         words = ["sh", "-c", CLEAR, "sh", task.test.words[0], token_hex(8)]
         cleared = await workspace.run(words, wall_s=CLEAR_S)
-        if cleared.code != 0:
-            return Verdict(0.0, output=cleared.output)
-        result = await _run(workspace, replace(task.test, env={**FRESH, **task.env, **task.test.env}))
-        if result.timed_out:
-            end = f"\n[stopped after {task.test.wall_s:g} s]"
-            return Verdict(0.0, output=result.output + end, timed_out=True)
-        files = {name: await workspace.read(f"{LOGS}/{name}", READ_BYTES) for name in (*REWARDS, *REPORTS)}
-        written = {name: content for name, content in files.items() if content is not None}
         try:
-            return read_verdict(written, result.code, task.test.text, result.output)
+            if cleared.code != 0:
+                raise DataError("the tests cannot start.")
+            result = await _run(workspace, replace(task.test, env={**FRESH, **task.env, **task.test.env}))
+            output = result.output
+            if result.timed_out:
+                return Verdict(
+                    0.0, output=f"{output}\n[stopped after {task.test.wall_s:g} s]", timed_out=True
+                )
+            files = {
+                name: await workspace.read(f"{LOGS}/{name}", READ_BYTES) for name in (*REWARDS, *REPORTS)
+            }
+            return read_verdict(files, result.code, task.test.text, output)
         except DataError as error:
-            raise DataError(
-                f"{columns['task']}: {error} {Verdict(0.0, {}, result.output).printed}"
-            ) from error
+            printed = Verdict(0.0, output=output or cleared.output).printed
+            raise DataError(f"{columns['task']}: {error} {printed}") from error
+
+    async def _work(self, columns: Mapping[str, Any]) -> bool:
+        """Return whether the tests of a row have a verdict in a workspace where nothing was done."""
+        row = columns["task"], repr(columns.get("files"))
+        if row not in self._working:
+            workspace = await self.open(columns)
+            try:
+                await workspace.place(columns.get("files"))
+                await self._verdict(columns, workspace)
+                self._working[row] = True
+            except DataError:
+                self._working[row] = False
+            finally:
+                await workspace.close()
+        return self._working[row]
 
 
 async def _run(workspace: Any, script: Script) -> Any:

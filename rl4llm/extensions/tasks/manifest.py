@@ -10,6 +10,6 @@ PROVIDES = {
     "rl4llm.parts": {
         "tasks": "rl4llm.extensions.tasks.grade:Tasks",
         "names_task": "rl4llm.extensions.tasks.task:names_task",
-        "check_tasks": "rl4llm.extensions.tasks.check:check_tasks",
+        "try_tasks": "rl4llm.extensions.tasks.check:try_tasks",
     },
 }

@@ -33,7 +33,9 @@ class Verdict:
         return f"The tests printed: {' '.join(self.output.split())[-200:] or 'nothing'}"
 
 
-def read_verdict(files: Mapping[str, bytes], code: int | None, script: str, output: str = "") -> Verdict:
+def read_verdict(
+    files: Mapping[str, bytes | None], code: int | None, script: str, output: str = ""
+) -> Verdict:
     """Return the verdict of tests that ended with `code` and left `files` in /logs/verifier.
 
     A reward counts before the share of passed tests in a report, and a report before the exit code.
@@ -46,28 +48,28 @@ def read_verdict(files: Mapping[str, bytes], code: int | None, script: str, outp
         tests = _tests(files)
     except (*UNREADABLE, ElementTree.ParseError) as error:
         if reward is None:
-            reason = f"what the tests wrote cannot be read: {error!r:.200}. Next: correct the tests."
-            raise DataError(reason) from error
+            raise DataError(f"what the tests wrote cannot be read: {error!r:.200}.") from error
     if reward is None and any(name in script for name in REWARDS):
-        raise DataError(f"the tests left no reward in {LOGS}, which they name. Next: correct the tests.")
+        raise DataError(f"the tests left no reward in {LOGS}, which they name.")
     if reward is None:
         reward = sum(tests.values()) / len(tests) if tests else float(code == 0)
     return Verdict(reward, tests, output)
 
 
-def _reward(files: Mapping[str, bytes]) -> float | None:
+def _reward(files: Mapping[str, bytes | None]) -> float | None:
     """Return the reward of a file, None without one. Raises ValueError and the like."""
-    if (name := next((name for name in REWARDS if name in files), None)) is None:
-        return None
-    stored = json.loads(files[name]) if name.endswith(".json") else float(files[name])
-    if isinstance(stored, Mapping):
-        stored = stored["reward"] if "reward" in stored else sum(stored.values()) / len(stored)
-    if not 0 <= stored <= 1:  # nor NaN
-        raise ValueError(f"the reward {stored} is not from 0 to 1")
-    return float(stored)
+    for name in REWARDS:
+        if (content := files.get(name)) is not None:
+            stored = json.loads(content) if name.endswith(".json") else float(content)
+            if isinstance(stored, Mapping):
+                stored = stored["reward"] if "reward" in stored else sum(stored.values()) / len(stored)
+            if not 0 <= stored <= 1:  # nor NaN
+                raise ValueError(f"the reward {stored} is not from 0 to 1")
+            return float(stored)
+    return None
 
 
-def _tests(files: Mapping[str, bytes]) -> dict[str, bool]:
+def _tests(files: Mapping[str, bytes | None]) -> dict[str, bool]:
     """Return whether each test passed that was not skipped; one that is there several times passed each time."""
     tests: dict[str, bool] = {}
     for name, passed in (*_ctrf(files.get("ctrf.json")), *_junit(files.get("junit.xml"))):

@@ -12,10 +12,9 @@ A workspace is copy-on-write over a read-only image. Its files stay from one sta
                        ├─ gate of the workspace: its connections to the host
                        └─ holder ...
 
-The keeper ends with the trainer, also by `kill -9`, and takes processes, mounts and directories with it. Read `pool.py`
-(options, admission), `workspace.py` (what callers hold), `mounted.py` (with bubblewrap), `keeper.py`, `holder.py`, `start.py`
-(one program), `namespaces.py`, `tree.py` (files from inside), `network.py` (ports and the proxy) and `images.py` (what lies
-below). With `engine=podman` a workspace is a container, see `containers.py`.
+The keeper ends with the trainer, also by `kill -9`, and takes processes, mounts and directories with it. Read `pool.py`,
+`workspace.py` (what callers hold), `mounted.py` and `containers.py` (its two kinds), `keeper.py`, `holder.py`, `start.py`
+(one program), `namespaces.py`, `tree.py` (files from inside), `network.py` and `images.py` (what lies below).
 """
 
 from rl4llm.extensions.workspaces.pool import Workspaces

@@ -8,7 +8,7 @@ from task_files import TERMINAL_BENCH, write_task
 
 from rl4llm.cli import main
 from rl4llm.data.load import load_rows
-from rl4llm.extensions.tasks.check import check_tasks
+from rl4llm.extensions.tasks.check import try_tasks
 
 pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
 
@@ -21,19 +21,19 @@ def test_check_names_tasks_that_do_not_tell(tmp_path):
     write_task(tmp_path / "broken", tests_test_sh="echo 7 > /logs/verifier/reward.txt\n")
     write_task(tmp_path / "open", instruction_md="No solution.", solution_solve_sh=None)
     told = []
-    lines = check_tasks(load_rows(tmp_path), {"count": 3}, told.append)
+    lines = try_tasks(load_rows(tmp_path), {"count": 3}, told.append)
     assert sorted(Path(line.partition(": ")[0]).name for line in lines) == ["broken", "empty", "unsolved"]
     assert all("\n" not in line for line in lines) and told == lines
     others = [{"task": kind} for kind in ("sorting", None, 5, str(tmp_path))]
-    assert check_tasks(others, {}, told.append) == []  # columns of other datasets
+    assert try_tasks(others, {}, told.append) == []  # columns of other datasets
 
 
 def test_check_tries_tasks_with_the_files_of_each_row(tmp_path):
     task = str(write_task(tmp_path / "task", solution_solve_sh="cp /begin /answer\n"))
     rows = [{"task": task, "files": {"/begin": text, "/gone": None}} for text in ("4", "5", "4")]
-    lines = check_tasks(rows, {}, print)
+    lines = try_tasks(rows, {}, print)
     assert len(lines) == 1 and "the solution gets 0" in lines[0]
-    assert check_tasks(rows[:1], {}, print) == []
+    assert try_tasks(rows[:1], {}, print) == []
 
 
 def test_tasks_that_a_host_plays_are_not_run_here(tmp_path, capsys):

@@ -48,12 +48,45 @@ def test_what_an_episode_prepares_does_not_count(tmp_path, attack):
     assert graded(task, attack).reward == 0
 
 
-LOST = ["rm /lib64", "rm -rf /bin", "rm -rf /lib", "mv /lib /lib0"]
+BUSYBOX = shutil.which("busybox")
+NAMES = ("sh", "cat", "rm", "mv", "mkdir", "chmod", "grade")
+LOST = ["/bin/rm -rf /bin", "mv /bin /bin2", "rm /bin/grade", "echo exit > /bin/grade"]
+GRADE = "echo 1 > /logs/verifier/reward.txt\n"
+
+
+@pytest.fixture
+def small_task(tmp_path):
+    """Return small_task(tool): a task whose tests run /bin/grade of its image, which `tool` is."""
+    if BUSYBOX is None:
+        pytest.skip("busybox is not installed: apt-get install busybox-static")
+
+    def written(tool):
+        root = tmp_path / "root"
+        (root / "bin").mkdir(parents=True)
+        shutil.copy(BUSYBOX, root / "bin" / "busybox")
+        for name in NAMES:
+            (root / "bin" / name).symlink_to("busybox")
+        (root / "bin" / "grade").unlink()
+        (root / "bin" / "grade").write_text(tool)
+        (root / "bin" / "grade").chmod(0o755)
+        files = {"environment/Dockerfile": f"FROM {root}\n", "tests/test.sh": "grade # reward.txt\n"}
+        return write_task(tmp_path / "task", HARBOR | files)
+
+    return written
 
 
 @pytest.mark.parametrize("attack", LOST)
-def test_an_episode_that_breaks_its_tests_gets_0(tmp_path, attack):
-    assert graded(write_task(tmp_path), attack).reward == 0
+def test_an_episode_that_breaks_its_tests_gets_0(small_task, attack):
+    task = small_task(f"#!/bin/sh\n{GRADE}")
+    assert graded(task).reward == 1
+    assert graded(task, attack).reward == 0
+
+
+def test_tests_that_never_work_are_the_tasks_fault(small_task):
+    task = small_task("#!/bin/sh\nexit 0\n")
+    for episode in ("true", "rm /bin/grade", "/bin/rm -rf /bin"):
+        with pytest.raises(DataError):
+            graded(task, episode)
 
 
 def test_tests_have_a_new_home_unless_the_task_names_one(tmp_path):

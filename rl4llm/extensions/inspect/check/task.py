@@ -66,7 +66,7 @@ def faulty_tasks(config: Config, tell: Callable[[str], None]) -> list[str]:
 
     `tell` gets each line at once, and one for each part whose tasks run elsewhere.
     """
-    if (path := provided(PARTS).get("check_tasks")) is None:
+    if (path := provided(PARTS).get("try_tasks")) is None:
         return []
     lines: list[str] = []
     with closing(Bench(config)) as bench:
