@@ -530,7 +530,7 @@ TASKS = _of(
      "test_rows.py::test_a_task_that_cannot_be_obeyed_is_one_line"),
     ("tasks_twice", "rows.py", "is not path:", "is None:", "test_rows.py::test_a_task_that_is_there_twice_is_refused"),
     ("tasks_links", "rows.py", "target.is_relative_to(whole)", "True", "test_rows.py::test_no_link_leads_out_of_a_task"),
-    ("tasks_host_variables", "task.py", "if REFERENCE.search(str(shown))", "if False",
+    ("tasks_host_variables", "task.py", "if REFERENCE.search(str(visible))", "if False",
      "test_rows.py::test_a_task_that_cannot_be_obeyed_is_one_line"),
     ("tasks_splits", "../../data/read.py", "not (path / split).is_dir():", "False:",
      "test_rows.py::test_splits_of_tasks_never_mix"),

@@ -25,8 +25,8 @@ def task_rows(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     places: dict[str, Path] = {}
     for path in sorted(path for path in files if files.isdisjoint(path.parents)):
         digest = _digest(path)
-        if (other := places.setdefault(digest, path)) is not path:
-            raise DataError(f"{path}: the task is the same as {other}. Remove one of them.")
+        if (place := places.setdefault(digest, path)) is not path:
+            raise DataError(f"{path}: the task is the same as {place}. Remove one of them.")
         name = path.relative_to(directory).as_posix() if path != directory else path.resolve().name
         messages = [{"role": "user", "content": read_task(path).instruction}]
         columns = {"ground_truth": name, "task": str(path.resolve()), "task_digest": digest}

@@ -18,17 +18,15 @@ MARKS = ("task.toml", "task.yaml")
 """The files that make a directory a task."""
 
 REFERENCE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-ANY = ("version", "schema_version", "source", "metadata", "task", "artifacts")
-KEYS: Mapping[str, str] = {
-    "agent": "timeout_sec network_mode allowed_hosts",
-    "verifier": "timeout_sec env network_mode allowed_hosts",
-    "solution": "env",
-    "environment": "docker_image workdir env memory_mb memory storage_mb storage cpus build_timeout_sec allow_internet "
-    "network_mode allowed_hosts",
-}
-"""The keys of each section that are read, or that only describe; network, memory and disk are the run's to give."""
+SECTIONS = ("agent", "verifier", "solution", "environment")
+KEYS = (
+    "version", "schema_version", "source", "metadata", "task", "artifacts", *SECTIONS, "timeout_sec", "env", "docker_image",
+    "workdir", "memory_mb", "memory", "storage_mb", "storage", "cpus", "build_timeout_sec", "allow_internet", "network_mode",
+    "allowed_hosts",
+)  # fmt: skip
+"""The keys that are read, or that only describe; network, memory and disk are the run's to give."""
 
-SERVICE = "build image container_name command volumes"
+SERVICE = ("build", "image", "container_name", "command", "volumes")
 """What a service of Terminal-Bench always has. Its volumes are logs, and its command waits."""
 
 PLAIN = {"os": "linux", "environment_mode": "shared", "user": "root", "parser_name": "pytest"}
@@ -77,9 +75,8 @@ def names_task(row: Mapping[str, Any]) -> bool:
 
 def _harbor(file: Path) -> Task:
     config, directory = tomllib.loads(file.read_text(encoding="utf-8")), file.parent
-    _refuse("", config, (*ANY, *KEYS))
-    for section, keys in KEYS.items():
-        _refuse(f"{section}.", config.get(section, {}), keys.split())
+    for section, table in {"": config, **{f"{name}.": config.get(name, {}) for name in SECTIONS}}.items():
+        _refuse(section, table, KEYS)
     instruction = (directory / "instruction.md").read_text(encoding="utf-8")
     return _task(directory, config, instruction, "environment", "tests/test.sh", "solution/solve.sh")
 
@@ -102,8 +99,8 @@ def _task(
     environment, tests = config.get("environment", {}), config.get("verifier", {})
     image = environment.get("docker_image")
     dockerfile = _image(directory / context, files=bool(context) and image is None)
-    shown = environment.get("env", {})
-    if REFERENCE.search(str(shown)):
+    visible = environment.get("env", {})
+    if REFERENCE.search(str(visible)):
         raise DataError(
             "environment.env would show this machine's variables to the policy. Move ${NAME} to verifier.env."
         )
@@ -118,15 +115,14 @@ def _task(
         _script(directory / test, f"/{test}", hidden, tests),
         solve,
         environment.get("workdir"),
-        _variables(shown),
+        _variables(visible),
     )
 
 
 def _script(file: Path, place: str, files: Mapping[str, Path], options: Mapping[str, Any]) -> Script:
     """Return how a script runs, whether or not it is executable: with the words behind its ``#!``, else with sh."""
     text = file.read_text(encoding="utf-8", errors="replace")
-    first = text.partition("\n")[0]
-    words = first[2:].split() if first.startswith("#!") else ["sh"]
+    words = text.partition("\n")[0][2:].split() if text.startswith("#!") else ["sh"]
     folder = os.path.dirname(place)
     bound = {place: file} if folder == "/" else {folder: file.parent}  # with the files beside it
     texts = [text, *(path.read_text("utf-8", "replace") for path in files.get(folder, file).rglob("*.py"))]
@@ -150,7 +146,7 @@ def _image(context: Path, *, files: bool) -> str | None:
             raise DataError(f"{compose.name} starts {', '.join(services)}, but a workspace is one machine.")
         (service,) = services.values()
         variables = [item for item in service.get("environment") or () if not item.startswith("TEST_DIR")]
-        _refuse(f"{compose.name}: ", {**service, "environment": variables}, SERVICE.split())
+        _refuse(f"{compose.name}: ", {**service, "environment": variables}, SERVICE)
         build = service.get("build") or "."
         context = context / (build if isinstance(build, str) else build.get("context", "."))
     if (context / "Dockerfile").is_file():

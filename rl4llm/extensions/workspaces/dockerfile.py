@@ -56,13 +56,14 @@ async def build(name: str, open_workspace: Callable[[Image], Awaitable[Mounted]]
 
 
 def _planned(name: str, context: Path) -> Build:
-    (first, source), *rest = _instructions((context / "Dockerfile").read_text())
+    (word, source), *rest = _instructions((context / "Dockerfile").read_text())
+    if word != "FROM" or (context / ".dockerignore").exists():
+        rest = [(word if word != "FROM" else ".dockerignore", "")]
     beside = context / source
     below = images.prepare(str(beside) if source != "host" and beside.exists() else source)
     path = {"PATH": images.ENVIRONMENT["PATH"]}
     plan = Build(replace(below, environment={**path, **below.environment}), [])
-    ignores = (context / ".dockerignore").exists()
-    for word, text in ((".dockerignore", ""),) if ignores or first != "FROM" else rest:
+    for word, text in rest:
         if not _follow(plan, context, word, text):
             raise ConfigError(f"workspace.image={name!r}: {word} {text[:60]} needs workspace.engine=podman.")
     return plan

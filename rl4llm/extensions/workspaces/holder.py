@@ -57,8 +57,9 @@ class Holder:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
 
-    def serve(self) -> None:
-        """Answer orders, and watch the program that runs, until the connection ends."""
+    def serve(self, reply: int) -> None:
+        """Report that the tree is mounted; answer orders, and watch the program that runs, until the connection ends."""
+        answer(reply, {})
         poll = select.poll()
         for descriptor in (self.control.fileno(), self._bell):
             poll.register(descriptor, select.POLLIN)

@@ -10,9 +10,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rl4llm.extensions.workspaces import namespaces, network
 from rl4llm.extensions.workspaces.holder import Holder
@@ -70,16 +70,21 @@ def _open(control: socket.socket) -> bool:
     order, descriptors = receive(control)
     if not order:
         return False
-    keeper = os.getpid()
+    keeper, container = os.getpid(), order.get("container")
     doors = Doors(order["sockets"], order["network"], order["proxy"])
     gate, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         if doors.ports and os.fork() == 0:
             for descriptor in (control.fileno(), inside.fileno(), *descriptors):
                 os.close(descriptor)
-            _guard(doors, gate, keeper)
+            _be(lambda: doors.serve(gate), keeper)
         gate.close()
-        _start(order, control, keeper, doors.ports, inside, descriptors)
+        if (os.fork() if container else namespaces.enter()) == 0:
+            control.close()
+            reply, connection = descriptors[0], socket.socket(fileno=descriptors[1])
+            if container:
+                _be(lambda: _listen(container, doors.ports, inside, reply, connection), keeper, reply)
+            _be(lambda: Holder(order, connection, keeper, doors.ports, inside).serve(reply), 0, reply)
     except OSError as error:
         answer(descriptors[0], {"error": f"namespaces: {error}"})
     for descriptor in (inside.detach(), *descriptors):
@@ -87,60 +92,24 @@ def _open(control: socket.socket) -> bool:
     return True
 
 
-def _guard(doors: Doors, gate: socket.socket, keeper: int) -> None:
-    """Be the gate of one workspace until its holder ends."""
+def _be(work: Callable[[], object], keeper: int, reply: int = -1) -> None:
+    """Do work in this process, which ends after it, and with the keeper unless the work sees to that."""
     try:
-        namespaces.end_with_parent(keeper)
-        doors.serve(gate)
-    finally:
-        os._exit(0)
-
-
-def _start(
-    order: dict[str, Any],
-    control: socket.socket,
-    keeper: int,
-    ports: list[int],
-    gate: socket.socket,
-    descriptors: list[int],
-) -> None:
-    """Fork what an order names. Raises OSError where namespaces are not allowed."""
-    pid = order.get("container")
-    if (os.fork() if pid else namespaces.enter()) == 0:
-        control.close()
-        if pid:
-            _listen(pid, keeper, ports, gate, *descriptors)
-        _hold(order, keeper, ports, gate, *descriptors)
-
-
-def _hold(
-    order: dict[str, Any], keeper: int, ports: list[int], gate: socket.socket, reply: int, connection: int
-) -> None:
-    """Be the holder of one workspace until the connection ends."""
-    try:
-        holder = Holder(order, socket.socket(fileno=connection), keeper, ports, gate)
-        answer(reply, {})
-        holder.serve()
+        if keeper:
+            namespaces.end_with_parent(keeper)
+        work()
     except OSError as error:
         answer(reply, {"error": f"mount: {error}"})
     finally:
         os._exit(0)
 
 
-def _listen(
-    pid: int, keeper: int, ports: list[int], gate: socket.socket, reply: int, connection: int
-) -> None:
+def _listen(pid: int, ports: list[int], gate: socket.socket, reply: int, connection: socket.socket) -> None:
     """Listen in the network of a container, by its first process, until the connection ends."""
-    try:
-        namespaces.end_with_parent(keeper)
-        namespaces.join_network(pid)
-        network.listen(gate, ports)
-        answer(reply, {})
-        socket.socket(fileno=connection).recv(1)
-    except OSError as error:
-        answer(reply, {"error": f"namespaces: {error}"})
-    finally:
-        os._exit(0)
+    namespaces.join_network(pid)
+    network.listen(gate, ports)
+    answer(reply, {})
+    connection.recv(1)
 
 
 def _reap() -> bool:

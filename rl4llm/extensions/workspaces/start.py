@@ -96,10 +96,10 @@ def launch(holder: Holder, order: dict[str, Any], reply: int, streams: Sequence[
 def _arranged(holder: Holder, order: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Make the places of all mounts; return bwrap's words for them, and what was created for this start alone."""
     binds, files = holder.order["binds"], order["files"]
-    shown, hidden = (
+    visible, hidden = (
         [(inside, os.path.isdir(source)) for source, inside in pairs] for pairs in (binds, files)
     )
-    system = [("/proc", True), ("/dev", True), (order["cwd"], True), *shown]
+    system = [("/proc", True), ("/dev", True), (order["cwd"], True), *visible]
     paths, hidden_paths, created = holder.helped(lambda: tree.make_places(system, hidden))
     proc, dev, cwd = paths[:3]
     words = ["--bind", f"{os.getcwd()}/{tree.MERGED}", "/", "--proc", proc, "--dev", dev]
