@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rl4llm.extensions.workspaces.mounted import LINE_BYTES, message
-from rl4llm.extensions.workspaces.start import KILLED, OPEN_FILES
-from rl4llm.extensions.workspaces.workspace import Program, Workspace, WorkspaceError
+from rl4llm.extensions.workspaces.start import KILLED, NOT_STARTED, OPEN_FILES
+from rl4llm.extensions.workspaces.workspace import NONE, Program, Workspace, WorkspaceError
 
 LABEL = "rl4llm"
 IDLE = "while :; do sleep 1000; done"
@@ -75,15 +75,13 @@ class Container(Workspace):
         base: Path,
         ask: Ask,
         doors: Mapping[str, Any],
-        output_bytes: int,
         release: Callable[[], None],
     ):
-        super().__init__(image.environment, image.cwd, output_bytes)
+        super().__init__(image.environment, image.cwd, release)
         self._image, self._base, self._ask, self._doors = image, base, ask, doors
-        self.release = release
         self._name = f"{LABEL}-{secrets.token_hex(8)}"
         self._gate: socket.socket | None = None
-        self._fresh, self._closed = True, False
+        self._fresh, self._broken, self._closed = True, False, False
         self._files: list[str] = []
 
     async def create(self, limits: Mapping[str, int], options: Sequence[str]) -> None:
@@ -105,18 +103,64 @@ class Container(Workspace):
             await self.close()
             raise
 
+    async def start(
+        self,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str] = NONE,
+        cwd: str = "",
+        files: Mapping[str, Path] = NONE,
+        together: bool = False,
+    ) -> Program:
+        if not self._fresh:
+            await self._restart()
+        self._fresh = False
+        place, variables = os.path.join("/", self.cwd, cwd), {**self.environment, **env}
+        options = [word for pair in variables.items() for word in ("-e", "=".join(pair))]
+        enter = ["/bin/sh", "-c", ENTER, "sh", place, *words]
+        command = [self._image.engine, "exec", "-i", *options, self._name, *enter]
+        if self._broken:  # by an earlier program, which removed the shell
+            command = ["sh", "-c", f"exit {NOT_STARTED}"]
+        else:
+            await self._prepare(files)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT if together else pipe,
+            limit=LINE_BYTES,
+            cwd=self._base,  # where conmon leaves a file when memory runs out
+        )
+        assert process.stdin is not None and process.stdout is not None
+
+        async def end() -> tuple[int, str]:
+            code = await process.wait()
+            if (
+                code == ENGINE_FAILED and not (await self._state())["Running"]
+            ):  # else it is the program's code
+                raise WorkspaceError(f"run: {self._image.engine} has ended the container")
+            return code if code >= 0 else KILLED, ""
+
+        async def kill() -> None:
+            process.kill()  # the engine's command, so that it prints no error
+            await self._restart()
+
+        streams = process.stdin, process.stdout, process.stderr or process.stdout
+        return Program(streams, end(), kill)
+
     async def read(self, path: str, limit: int = 1 << 20) -> bytes | None:
         words = [self._image.engine, "cp", f"{self._name}:{os.path.join('/', self.cwd, path)}", "-"]
         content = await asyncio.to_thread(_first_file, words, limit)
         if content is None:
-            await self._call("inspect", self._name)  # the engine works, so there is no such file
+            await self._state()  # the engine works, so there is no such file
         return content
 
-    async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+    async def write(self, path: str, content: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=self._base) as file:
             file.write(content)
             file.flush()
-            os.chmod(file.fileno(), mode)
+            os.chmod(file.fileno(), 0o644)
             await self._put({os.path.join("/", self.cwd, path): Path(file.name)})
 
     async def changes(self, limit: int = 1 << 16) -> str:
@@ -135,62 +179,31 @@ class Container(Workspace):
         finally:
             self.release()
 
-    async def _begin(
-        self,
-        words: Sequence[str],
-        env: Mapping[str, str],
-        cwd: str,
-        files: Mapping[str, Path],
-        *,
-        together: bool,
-    ) -> Program:
-        if not self._fresh:
-            await self._restart()
-        self._fresh = False
+    async def _prepare(self, files: Mapping[str, Path]) -> None:
+        """Replace the files of the start before, and open the ports."""
         if places := [*self._files, *files]:
-            await self._call("exec", self._name, "/bin/sh", "-c", CLEAR, "sh", *places)
+            clear = ["/bin/sh", "-c", CLEAR, "sh", *places]
+            await _status([self._image.engine, "exec", self._name, *clear])
         if files:
             await self._put(files)
         self._files = [*files]
         if self._doors["sockets"] or self._doors["network"]:
-            await self._open_ports()
-        variables = {**self.environment, **env}
-        options = [word for name, value in variables.items() for word in ("-e", f"{name}={value}")]
-        place = os.path.join("/", self.cwd, cwd)
-        command = ["exec", "-i", *options, self._name, "/bin/sh", "-c", ENTER, "sh", place, *words]
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            self._image.engine,
-            *command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=asyncio.subprocess.STDOUT if together else pipe,
-            limit=LINE_BYTES,
-            cwd=self._base,  # where conmon leaves a file when memory runs out
-        )
-        assert process.stdin is not None and process.stdout is not None
-
-        async def end() -> tuple[int, str]:
-            if (code := await process.wait()) == ENGINE_FAILED:  # also a code of programs
-                await self._call("exec", self._name, "/bin/sh", "-c", ":")
-            return code if code >= 0 else KILLED, ""
-
-        async def kill() -> None:
-            process.kill()  # the engine's command, so that it prints no error
-            await self._restart()
-
-        streams = process.stdin, process.stdout, process.stderr or process.stdout
-        return Program(streams, end(), kill)
-
-    async def _open_ports(self) -> None:
-        pid = json.loads(await self._call("inspect", self._name))[0]["State"]["Pid"]
-        self._gate, answers = await self._ask({"container": pid, **self._doors})
-        await message(answers, "ports")
+            pid = (await self._state())["Pid"]
+            self._gate, answers = await self._ask({"container": pid, **self._doors})
+            await message(answers, "ports")
 
     async def _restart(self) -> None:
+        """End all processes. What a program removed may keep the container from starting again."""
         if self._gate:
             self._gate.close()
-        await self._call("restart", self._name)
+        self._broken = await _status([self._image.engine, "restart", self._name]) != 0
+        if self._broken:
+            await self._state()  # the engine works
+        self._fresh = True
+
+    async def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads(await self._call("inspect", self._name))[0]["State"]
+        return state
 
     async def _put(self, files: Mapping[str, Path]) -> None:
         """Copy files and directories of the host by their places inside, with what their links lead to."""
@@ -208,6 +221,11 @@ def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member
+
+
+async def _status(words: Sequence[str]) -> int:
+    null = asyncio.subprocess.DEVNULL
+    return await (await asyncio.create_subprocess_exec(*words, stdin=null, stdout=null, stderr=null)).wait()
 
 
 async def _output(engine: str, *words: str, data: bytes = b"") -> bytes:

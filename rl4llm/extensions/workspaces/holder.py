@@ -92,7 +92,7 @@ class Holder:
         what, place = order["what"], os.path.join("/", self.order["cwd"], order.get("path", ""))
         work: dict[str, Callable[[], Any]] = {
             "read": lambda: tree.read(place, order["limit"]),
-            "write": lambda: tree.write(place, order["content"], order["mode"]),
+            "write": lambda: tree.write(place, order["content"]),
             "changes": lambda: tree.changes(order["limit"]),
             "pack": lambda: unpack.pack(descriptors[1]),
         }

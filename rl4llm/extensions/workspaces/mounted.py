@@ -6,16 +6,17 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
 from base64 import b64decode, b64encode
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl4llm.extensions.workspaces.images import Image
+from rl4llm.extensions.workspaces.images import Image, own
 from rl4llm.extensions.workspaces.keeper import remove
 from rl4llm.extensions.workspaces.orders import send
-from rl4llm.extensions.workspaces.workspace import Program, Workspace, WorkspaceError
+from rl4llm.extensions.workspaces.workspace import NONE, Program, Workspace, WorkspaceError
 
 ANSWER_S = 300.0  # to open, start, read or write, on a machine where hundreds do so at once
 PACK_S = 3600.0
@@ -24,7 +25,7 @@ LINE_BYTES, ANSWER_BYTES = 1 << 20, 1 << 26
 
 
 class Mounted(Workspace):
-    """A workspace whose orders a holder obeys; `bring` copies files of the host to where the holder may read them."""
+    """A workspace whose orders a holder obeys, in a directory of this machine."""
 
     def __init__(
         self,
@@ -32,55 +33,26 @@ class Mounted(Workspace):
         gone: asyncio.StreamReader,
         directory: Path,
         image: Image,
-        output_bytes: int,
-        bring: Callable[[Path, Path], Awaitable[None]],
         release: Callable[[], None],
     ):
-        super().__init__(image.environment, image.cwd, output_bytes)
+        super().__init__(image.environment, image.cwd, release)
         self._control, self._gone, self._directory = control, gone, directory
-        self._bring, self.release = bring, release
         self._starts = 0
 
-    async def read(self, path: str, limit: int = 1 << 20) -> bytes | None:
-        content = await self._result({"what": "read", "path": path, "limit": limit})
-        return None if content is None else b64decode(content)
-
-    async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        order = {"what": "write", "path": path, "content": b64encode(content).decode(), "mode": mode}
-        await self._result(order)
-
-    async def changes(self, limit: int = 1 << 16) -> str:
-        return str(await self._result({"what": "changes", "limit": limit}))
-
-    async def pack(self, archive: int) -> None:
-        """Write a tar of the whole workspace to a descriptor."""
-        await self._result({"what": "pack"}, archive)
-
-    async def close(self) -> None:
-        if self._control.fileno() < 0:
-            return
-        self._control.close()
-        try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.read(), CLOSE_S)
-            await asyncio.to_thread(remove, str(self._directory))
-        finally:
-            self.release()
-
-    async def _begin(
+    async def start(
         self,
         words: Sequence[str],
-        env: Mapping[str, str],
-        cwd: str,
-        files: Mapping[str, Path],
         *,
-        together: bool,
+        env: Mapping[str, str] = NONE,
+        cwd: str = "",
+        files: Mapping[str, Path] = NONE,
+        together: bool = False,
     ) -> Program:
         self._starts += 1
         number, binds = self._starts, []
         for index, (inside, source) in enumerate(files.items()):
             copy = f"files-{number}-{index}"
-            await self._bring(Path(source), self._directory / copy)
+            await asyncio.to_thread(_bring, source, self._directory / copy)
             binds.append((copy, inside))
         order = {
             "what": "start", "number": number, "words": list(words), "files": binds,
@@ -110,6 +82,31 @@ class Mounted(Workspace):
             self._send({"what": "kill", "number": number})
 
         return Program((stdin, stdout, stderr), end(), kill)
+
+    async def read(self, path: str, limit: int = 1 << 20) -> bytes | None:
+        content = await self._result({"what": "read", "path": path, "limit": limit})
+        return None if content is None else b64decode(content)
+
+    async def write(self, path: str, content: bytes) -> None:
+        await self._result({"what": "write", "path": path, "content": b64encode(content).decode()})
+
+    async def changes(self, limit: int = 1 << 16) -> str:
+        return str(await self._result({"what": "changes", "limit": limit}))
+
+    async def pack(self, archive: int) -> None:
+        """Write a tar of the whole workspace to a descriptor."""
+        await self._result({"what": "pack"}, archive)
+
+    async def close(self) -> None:
+        if self._control.fileno() < 0:
+            return
+        self._control.close()
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.read(), CLOSE_S)
+            await asyncio.to_thread(remove, str(self._directory))
+        finally:
+            self.release()
 
     async def _result(self, order: Mapping[str, Any], *descriptors: int) -> Any:
         answers = await self._ask(order, *descriptors)
@@ -151,6 +148,16 @@ async def message(stream: asyncio.StreamReader, step: str, wait_s: float | None 
     if "error" in content:
         raise WorkspaceError(content["error"])
     return content
+
+
+def _bring(source: Path, target: Path) -> None:
+    """Copy a file or a directory of the host, and what its links lead to, to where a holder may read it."""
+    try:
+        subprocess.run(["cp", "-aL", "--reflink=auto", source, target], check=True, capture_output=True)
+        own(target)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", error)
+        raise WorkspaceError(f"start: {source} cannot be copied: {reason!r}") from error
 
 
 async def _writer(descriptor: int) -> asyncio.StreamWriter:

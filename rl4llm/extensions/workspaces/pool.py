@@ -48,7 +48,6 @@ class Workspaces:
         memory_bytes: memory of all processes of a workspace together.
         processes: number of processes of a workspace.
         disk_bytes: size of the files that differ from the image; each counts at least 4 KiB.
-        output_bytes: bytes of a program's output in a result.
         count: number of workspaces that are open at once; `open` waits for a free place.
 
     Nothing starts before the first `open`. Every failure of the machine raises WorkspaceError.
@@ -65,7 +64,6 @@ class Workspaces:
         memory_bytes: Count = 1 << 30,
         processes: Count = 256,
         disk_bytes: Count = 1 << 30,
-        output_bytes: Count = 1 << 16,
         count: Count = 16,
     ):
         self.image, self._engine = image, engine
@@ -75,7 +73,7 @@ class Workspaces:
                 raise ConfigError("env.workspace needs bubblewrap. Install it: apt-get install bubblewrap.")
             images.locate(image)
         self._limits = {"memory_bytes": memory_bytes, "processes": processes, "disk_bytes": disk_bytes}
-        self._network, self._output_bytes = list(network), output_bytes
+        self._network = list(network)
         self._mounts = tuple(map(_mount, mounts))
         self._images: dict[str, Any] = {}
         self._places = threading.BoundedSemaphore(count)
@@ -145,7 +143,7 @@ class Workspaces:
         }  # fmt: skip
         control, gone = await keeper.ask(order)
         image = replace(image, environment={**images.ENVIRONMENT, **variables, **image.environment})
-        workspace = Mounted(control, gone, directory, image, self._output_bytes, _bring, release)
+        workspace = Mounted(control, gone, directory, image, release)
         try:
             await message(gone, "open")
         except BaseException:
@@ -165,7 +163,7 @@ class Workspaces:
         doors, variables = self._doors(sockets)
         image = replace(image, environment={**variables, **image.environment})
         options = [word for source, place in self._mounts for word in ("-v", f"{source}:{place}:ro")]
-        container = Container(image, keeper.base, keeper.ask, doors, self._output_bytes, release)
+        container = Container(image, keeper.base, keeper.ask, doors, release)
         await container.create(limits, options)
         return container
 
@@ -251,20 +249,6 @@ def _sweep(engine: str) -> None:
                     if words := containers.removal(engine, base):
                         subprocess.run(words, capture_output=True, check=False)
                     remove(str(base))
-
-
-async def _bring(source: Path, target: Path) -> None:
-    """Copy a file or a directory of the host, and what its links lead to, to where a holder may read it."""
-
-    def copy() -> None:
-        try:
-            subprocess.run(["cp", "-aL", "--reflink=auto", source, target], check=True, capture_output=True)
-            images.own(target)
-        except (OSError, subprocess.CalledProcessError) as error:
-            reason = getattr(error, "stderr", error)
-            raise WorkspaceError(f"start: {source} cannot be copied: {reason!r}") from error
-
-    await asyncio.to_thread(copy)
 
 
 def _mount(text: str) -> tuple[str, str]:

@@ -233,10 +233,10 @@ class ShellEnv(ToolMDPEnv):
     async def _run(self, sample: SampleState, call: ToolCall) -> Any:
         if call.name != "shell":
             return await super()._run(sample, call)
-        command, outcome = call.arguments["command"], None
+        command = call.arguments["command"]
         with _failing(sample):
             outcome = await (await self._shell(sample)).run(command)
-        if outcome is None:
+        if sample.failure is not None:
             return ""
         counts = sample.extras["metrics"]
         events = ("commands", True), ("exit_errors", outcome.code), ("timeouts", outcome.end == "timeout")

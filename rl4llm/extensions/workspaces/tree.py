@@ -47,14 +47,13 @@ def read(path: str, limit: int) -> str | None:
     return None
 
 
-def write(path: str, content: str, mode: int) -> None:
+def write(path: str, content: str) -> None:
     """Write a file, given in base64, with its directories. What is in the way is replaced, a link too."""
     lock_into(MERGED)
     place, _ = _make(path, directory=False)
     beside = f"{place}.{secrets.token_hex(4)}"
-    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
         file.write(b64decode(content))
-    os.chmod(beside, mode & 0o777)
     os.replace(beside, place)
 
 

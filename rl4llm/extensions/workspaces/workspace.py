@@ -9,11 +9,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rl4llm.core.errors import DataError, RL4LLMError
 
 PIECE_BYTES = 1 << 16
+OUTPUT_CHARS = 1 << 16  # of a result
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class WorkspaceError(RL4LLMError):
@@ -30,7 +33,6 @@ class Result:
     code: int | None
     output: str
     timed_out: bool = False
-    truncated: bool = False
 
 
 class Program:
@@ -66,17 +68,18 @@ class Workspace(ABC):
     `Workspaces.open` makes it. `close` ends what runs in it and removes it.
     """
 
-    def __init__(self, environment: Mapping[str, str], cwd: str, output_bytes: int):
-        self.environment, self.cwd = environment, cwd
-        self._output_bytes = output_bytes
+    def __init__(self, environment: Mapping[str, str], cwd: str, release: Callable[[], None]):
+        self.environment, self.cwd, self.release = environment, cwd, release
 
+    @abstractmethod
     async def start(
         self,
         words: Sequence[str],
         *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        files: Mapping[str, Path] | None = None,
+        env: Mapping[str, str] = NONE,
+        cwd: str = "",
+        files: Mapping[str, Path] = NONE,
+        together: bool = False,
     ) -> Program:
         """Start a program, alone: what an earlier start left running is killed first.
 
@@ -84,24 +87,22 @@ class Workspace(ABC):
             env: variables in addition to the image's.
             cwd: a directory inside, by default the image's; it is created if it is missing.
             files: files and directories of the host, by their place inside. They are for this start only.
+            together: whether standard output and error are one stream.
         """
-        return await self._begin(words, env or {}, cwd or "", files or {}, together=False)
 
     async def run(
         self,
         words: Sequence[str],
         *,
-        input: bytes = b"",
         wall_s: float,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        files: Mapping[str, Path] | None = None,
+        env: Mapping[str, str] = NONE,
+        cwd: str = "",
+        files: Mapping[str, Path] = NONE,
     ) -> Result:
-        """Return the result of a program that gets `input` and is killed after `wall_s` seconds."""
-        program = await self._begin(words, env or {}, cwd or "", files or {}, together=True)
-        limit = self._output_bytes
-        output = Kept(2 * limit)
-        feeding = asyncio.ensure_future(_feed(program.stdin, input))
+        """Return the result of a program whose input is empty, and which is killed after `wall_s` seconds."""
+        program = await self.start(words, env=env, cwd=cwd, files=files, together=True)
+        program.stdin.close()
+        output = Kept(2 * OUTPUT_CHARS)
         reading = asyncio.ensure_future(_fill(output, program.stdout))
         code = None
         try:
@@ -110,21 +111,20 @@ class Workspace(ABC):
                     code = await program.wait()
         except WorkspaceError as error:
             await reading
-            reason = output.text(limit)[-500:].strip()  # what bwrap or podman printed
+            reason = output.text(OUTPUT_CHARS)[-500:].strip()  # what bwrap or podman printed
             raise WorkspaceError(f"{error}: {reason}" if reason else str(error)) from None
         finally:
-            feeding.cancel()
             await program.kill() if code is None else None
         await reading
         end = f"\n[ended: {program.reason}]" if program.reason and code is not None else ""
-        return Result(code, output.text(limit) + end, code is None, output.size > limit)
+        return Result(code, output.text(OUTPUT_CHARS) + end, code is None)
 
     @abstractmethod
     async def read(self, path: str, limit: int = 1 << 20) -> bytes | None:
         """Return the first `limit` bytes of a file inside, or None if there is no regular file."""
 
     @abstractmethod
-    async def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+    async def write(self, path: str, content: bytes) -> None:
         """Write a file inside, with its directories; what is at its path is replaced."""
 
     @abstractmethod
@@ -145,25 +145,6 @@ class Workspace(ABC):
         for path, text in (files or {}).items():
             if text is not None:  # as in a column of structs, which have the paths of all rows
                 await self.write(os.path.join("/", self.cwd, path), str(text).encode())
-
-    @abstractmethod
-    async def _begin(
-        self,
-        words: Sequence[str],
-        env: Mapping[str, str],
-        cwd: str,
-        files: Mapping[str, Path],
-        *,
-        together: bool,
-    ) -> Program:
-        """Start a program, whose standard output and error may be one stream."""
-
-
-async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
-    with suppress(ConnectionError):
-        stdin.write(content)
-        await stdin.drain()
-    stdin.close()
 
 
 async def _fill(output: Kept, stream: asyncio.StreamReader) -> None:

@@ -183,7 +183,7 @@ def test_a_flood_of_output_is_bounded(play):
             ["sh", "-c", "echo first; yes | head -c 50000000; echo last"], wall_s=50
         )
     )
-    assert result.truncated and len(result.output) < (1 << 16) + 100
+    assert "bytes cut" in result.output and len(result.output) < (1 << 16) + 100
     assert result.output.startswith("first") and result.output.endswith("last\n")
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from rl4llm.extensions.workspaces import WorkspaceError, Workspaces
 
-NAME = "localhost/rl4llm-test-containers"
+NAME = f"localhost/rl4llm-test-{os.getpid()}"  # others on this machine may have theirs
 ROOT = str(Path(__file__).parents[3])
 # crun of Debian 12 refuses a hierarchy of control groups with both versions, so podman lives where only the first is
 HYBRID = "/sys/fs/cgroup/unified"
@@ -33,6 +33,7 @@ def podman(tmp_path_factory):
     shutil.copy(busybox, folder / "bin" / "busybox")
     for name in ("sh", "cat", "rm", "mkdir", "sleep", "ps", "nc", "dd", "ls", "ln", "seq"):
         (folder / "bin" / name).symlink_to("busybox")
+    (folder / "bin" / "mark").write_text(NAME)
     (folder / "Dockerfile").write_text("FROM scratch\nCOPY bin /bin\nENV WHO=image\nWORKDIR /work\n")
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if Path(HYBRID).is_dir() and os.getuid() == 0:
@@ -82,10 +83,10 @@ def sh(command, **options):
     return lambda workspace: workspace.run(["sh", "-c", command], wall_s=60, **options)
 
 
-def test_a_program_has_input_environment_and_directory(play):
-    scenario = sh("cat; echo $NAME $WHO; pwd; echo last >&2; exit 3", input=b"in\n", env={"NAME": "a b"})
+def test_a_program_has_an_environment_and_a_directory(play):
+    scenario = sh("cat; echo $NAME $WHO; pwd; echo last >&2; exit 3", env={"NAME": "a b"})
     result = play(scenario)
-    assert (result.code, result.output) == (3, "in\na b image\n/work\nlast\n")
+    assert (result.code, result.output) == (3, "a b image\n/work\nlast\n")
     assert play(sh("pwd", cwd="/new/place")).output == "/new/place\n"
     assert play(lambda workspace: workspace.run(["no-such-program"], wall_s=60)).code == 127
     assert play(sh("exit 125")).code == 125
@@ -111,7 +112,7 @@ def test_files_of_a_start_are_gone_at_the_next(play, tmp_path):
         await sh("mkdir /tests; echo mine > /tests/planted; ln -s /bin /x")(workspace)
         files = {"/tests": tmp_path / "tests"}
         first = await sh("ls /tests; cat /tests/test.sh", files=files)(workspace)
-        await workspace.write("/x/../y/z", b"written", 0o755)
+        await workspace.write("/x/../y/z", b"written")
         return first, await sh("ls -d /tests; cat /y/z")(workspace)
 
     first, second = play(scenario)
@@ -142,6 +143,16 @@ def test_a_timeout_and_a_kill_end_everything(play):
     assert result.timed_out and result.output == "begun\n" and "sleep 77" not in last.output
 
 
+def test_a_program_that_breaks_the_container_is_no_fault_of_the_machine(play):
+    async def scenario(workspace):
+        await sh("echo 1 > answer; rm -rf /bin/*")(workspace)
+        results = [await sh("echo 2")(workspace) for _ in range(2)]
+        return [result.code for result in results], await workspace.read("answer"), await workspace.changes()
+
+    codes, answer, changes = play(scenario)
+    assert codes == [127, 127] and answer == b"1\n" and "D /bin/busybox" in changes
+
+
 def test_limits_are_those_of_the_engine(play):
     memory = play(sh("dd if=/dev/zero of=/dev/null bs=200M count=1"))
     assert memory.code == 137
@@ -166,7 +177,7 @@ def test_a_port_reaches_its_address_and_no_other(play):
             threading.Thread(target=serve, daemon=True).start()
 
             async def scenario(workspace):
-                command = "echo hello | nc 127.0.0.1 8001; echo hello | nc 127.0.0.1 8002 || echo closed"
+                command = "echo hello | nc 127.0.0.1 8001; echo hello | nc 127.0.0.1 8002 2>/dev/null || echo closed"
                 return [(await sh(command)(workspace)).output for _ in range(2)]
 
             outputs = play(scenario, sockets={8001: path})

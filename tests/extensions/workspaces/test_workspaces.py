@@ -41,12 +41,10 @@ def test_files_stay_and_processes_do_not(play):
     assert answer == b"42\n" and nothing is None
 
 
-def test_a_result_has_code_input_environment_and_directory(play):
-    scenario = sh(
-        "cat; echo $NAME; pwd; echo last >&2; exit 3", input=b"in\n", env={"NAME": "value"}, cwd="/new/place"
-    )
+def test_a_result_has_code_environment_and_directory(play):
+    scenario = sh("cat; echo $NAME; pwd; echo last >&2; exit 3", env={"NAME": "value"}, cwd="/new/place")
     result = play(scenario)
-    assert (result.code, result.output) == (3, "in\nvalue\n/new/place\nlast\n")
+    assert (result.code, result.output) == (3, "value\n/new/place\nlast\n")
 
 
 def test_a_program_has_separate_streams(play):
