@@ -74,8 +74,6 @@ class Importer:
         """Write the task of one row, whole or not at all. It begins with the base_commit, and the patch is the solution."""
         names = [name for key in ("FAIL_TO_PASS", "PASS_TO_PASS") for name in _test_ids(row[key])]
         target = self.out / _plain(row["instance_id"])
-        if target.exists():
-            raise DataError(f"{target} exists. Remove it, or the row that is there twice.")
         self.out.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=self.out, prefix=".import-") as scratch:
             task, repo = Path(scratch) / "task", Path(scratch) / "repo"
@@ -106,10 +104,8 @@ class Importer:
 
     def _mirror(self, name: str) -> Path:
         mirror = self.repos.joinpath(*map(_plain, name.split("/")))
-        for place in (mirror, mirror.with_name(f"{mirror.name}.git")):
-            if place.is_dir():
-                return place.resolve()
-        raise DataError(f"{mirror} does not exist. Next: git clone --mirror the repository to this place.")
+        bare = mirror.with_name(f"{mirror.name}.git")
+        return (bare if bare.is_dir() else mirror).resolve()  # git names one that is missing
 
 
 def _clone(mirror: Path, commit: str, repo: Path) -> None:

@@ -60,12 +60,8 @@ class Doors:
     def _accept(self, listener: socket.socket, target: str | frozenset[str]) -> None:
         with suppress(OSError):
             while True:
+                inside, _ = listener.accept()
                 self._places.acquire()
-                try:
-                    inside, _ = listener.accept()
-                except OSError:
-                    self._places.release()
-                    raise
                 threading.Thread(target=self._serve, args=(inside, target), daemon=True).start()
 
     def _serve(self, inside: socket.socket, target: str | frozenset[str]) -> None:
@@ -124,11 +120,8 @@ def through_proxy(inside: socket.socket, names: frozenset[str]) -> socket.socket
     port = url.port or 80
     secure = method == "CONNECT" and port == 443
     plain = method != "CONNECT" and url.scheme == "http" and port == 80
-    address = (
-        public_address(url.hostname or "", port)
-        if (url.hostname or "") in names and (secure or plain)
-        else None
-    )
+    host = url.hostname or ""
+    address = public_address(host, port) if host in names and (secure or plain) else None
     if address is None:
         inside.sendall(FORBIDDEN)
         return None
@@ -140,7 +133,7 @@ def through_proxy(inside: socket.socket, names: frozenset[str]) -> socket.socket
         path = url._replace(scheme="", netloc="").geturl() or "/"
         dropped = ("host:", "connection:", "proxy-")
         lines = [line for line in head[1:] if not line.lower().startswith(dropped)]
-        lines = [f"{method} {path} {version}", f"Host: {url.hostname}", *lines, "Connection: close", "", ""]
+        lines = [f"{method} {path} {version}", f"Host: {host}", *lines, "Connection: close", "", ""]
         outside.sendall("\r\n".join(lines).encode("latin-1") + rest)
     return outside
 

@@ -159,8 +159,7 @@ class Workspaces:
         limits: Mapping[str, int],
         release: Callable[[], None],
     ) -> Container:
-        keeper = await asyncio.to_thread(self._running_keeper)
-        doors, variables = self._doors(sockets)
+        keeper, (doors, variables) = await asyncio.to_thread(self._running_keeper), self._doors(sockets)
         image = replace(image, environment={**variables, **image.environment})
         options = [word for source, place in self._mounts for word in ("-v", f"{source}:{place}:ro")]
         container = Container(image, keeper.base, keeper.ask, doors, release)

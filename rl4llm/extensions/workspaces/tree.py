@@ -90,7 +90,7 @@ def _make(path: str, *, directory: bool) -> tuple[str, list[str]]:
             _put_aside(place)
         for missing in reversed([place, *map(str, Path(place).parents)]):
             if not os.path.lexists(missing):
-                _create(missing, directory=missing != place or not wants_file)
+                Path(missing).touch() if wants_file and missing == place else os.mkdir(missing)
                 created.append(missing)
         if not wants_file:
             os.chmod(place, os.stat(place).st_mode & 0o7777 | 0o700)
@@ -103,13 +103,6 @@ def _put_aside(path: str) -> None:
         os.rename(path, f"{path}.{secrets.token_hex(4)}")
     except OSError:
         shutil.rmtree(path)
-
-
-def _create(path: str, *, directory: bool) -> None:
-    if directory:
-        os.mkdir(path)
-    else:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o644))
 
 
 def size(pids: Sequence[int], most: int) -> int:
