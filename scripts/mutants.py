@@ -722,6 +722,8 @@ WORKSPACES = _of(
      "test_network.py::test_a_name_of_a_private_address_is_not_reached"),
     ("ws_container_processes", "containers.py", "if not self._fresh:", "if False:",
      "test_containers.py::test_files_stay_and_processes_do_not"),
+    ("ws_container_broken", "containers.py", "if self._broken:  #", "if False:  #",
+     "test_containers.py::test_programs_of_a_broken_container_have_code_127"),
     ("ws_container_files", "containers.py", "if places := [*self._files, *files]:", "if places := [*files]:",
      "test_containers.py::test_files_of_a_start_are_gone_at_the_next"),
     ("ws_container_network", "containers.py", '"--network", "none"', '"--network", "host"',

@@ -143,7 +143,7 @@ def test_a_timeout_and_a_kill_end_everything(play):
     assert result.timed_out and result.output == "begun\n" and "sleep 77" not in last.output
 
 
-def test_a_program_that_breaks_the_container_is_no_fault_of_the_machine(play):
+def test_programs_of_a_broken_container_have_code_127(play):
     async def scenario(workspace):
         await sh("echo 1 > answer; rm -rf /bin/*")(workspace)
         results = [await sh("echo 2")(workspace) for _ in range(2)]
