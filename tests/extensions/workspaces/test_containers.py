@@ -163,9 +163,13 @@ def test_limits_are_those_of_the_engine(play):
 def test_a_port_reaches_its_address_and_no_other(play):
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/socket"
-        with socket.create_server(path, family=socket.AF_UNIX) as server:
+        with (
+            socket.create_server(path, family=socket.AF_UNIX) as server,
+            socket.create_server(("127.0.0.1", 0)) as host,
+        ):
+            other = host.getsockname()[1]
 
-            def serve():
+            def serve(server):
                 while True:
                     try:
                         connection, _ = server.accept()
@@ -174,10 +178,11 @@ def test_a_port_reaches_its_address_and_no_other(play):
                     connection.sendall(connection.recv(100).upper())
                     connection.close()
 
-            threading.Thread(target=serve, daemon=True).start()
+            for listener in (server, host):
+                threading.Thread(target=serve, args=(listener,), daemon=True).start()
 
             async def scenario(workspace):
-                command = "echo hello | nc 127.0.0.1 8001; echo hello | nc 127.0.0.1 8002 2>/dev/null || echo closed"
+                command = f"echo hello | nc 127.0.0.1 8001; echo hello | nc 127.0.0.1 {other} 2>/dev/null || echo closed"
                 return [(await sh(command)(workspace)).output for _ in range(2)]
 
             outputs = play(scenario, sockets={8001: path})
