@@ -22,6 +22,7 @@ EXTRAS = {
     "textarena": ["textarena>=0.7.4,<0.8"],
     "openenv": ["openenv>=0.10,<0.11"],  # not with mcp: it wants another version of that
     "mcp": ["mcp>=2.3,<3"],
+    "grammar": ["llguidance>=1.7,<2"],  # constrained sampling
     "modal": ["modal>=1.6.4,<2"],
     "search": ["bm25s>=0.2.10,<1"],
     "real": ["gguf>=0.17,<1", "accelerate>=1.1,<2"],  # read the quickstart's pretrained model of the package index
@@ -32,6 +33,7 @@ EXTRAS = {
     ],
     "dev": [
         "pytest>=8.2,<10", "pytest-xdist>=3.6,<4", "ruff>=0.8,<1", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1",
+        "llguidance>=1.7,<2",
         "openai>=2,<4", "openai-agents>=0.24,<1", "anthropic>=2.14,<3",
         "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
         "textarena>=0.7.4,<0.8",
@@ -56,6 +58,7 @@ IN_ALL = (
     "textarena",
     "mcp",
     "search",
+    "grammar",
     "real",
 )
 EXTRAS["all"] = [package for name in IN_ALL for package in EXTRAS[name]]

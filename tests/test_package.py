@@ -27,7 +27,7 @@ LAYERS = {
 }
 HEAVY = {
     "deepspeed", "sglang", "vllm", "wandb", "peft", "grpc", "modal", "mcp", "bm25s", "gymnasium", "textarena",
-    "openenv", "opentelemetry", "prometheus_client", "IPython",
+    "openenv", "opentelemetry", "prometheus_client", "IPython", "llguidance",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl4llm.core.model_memory import FP32, ModelShape, Precision
+from rl4llm.core.registry import load
 from rl4llm.core.types import TrainBatch
 from rl4llm.runtime.cpu import linear, weight_gradient
 
@@ -27,6 +28,13 @@ of a vocabulary, and computing all of them again is about a twentieth of the upd
 TILE_ROWS, TILE_BYTES, GPU_TILE_BYTES = 2048, 8 << 20, 128 << 20
 """Rows and size of a tile, the fp32 logits that exist at once: few enough that the passes over them stay in a CPU's cache;
 on a GPU many enough that computing a tile takes longer than launching its kernels."""
+
+BLOCKED = -1e30
+"""The score of a token that a grammar excludes: its probability is 0, and unlike -inf it keeps every sum finite."""
+
+BITS = "rl4llm.core.allowed:bits"  # loaded where it is needed
+Allowed = tuple[Tensor, Tensor]
+"""The row of `TrainBatch.allowed_CW` for each of N tokens, and that table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,8 @@ class ValueHead(nn.Module):
 
 def asked_tokens(batch: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return the flat positions (N,), b * T + t, of policy tokens with a predecessor, which is on their left; those of the
-    tokens that are computed for them (U,), each once; and the entry of each token among those (N,)."""
+    tokens that are computed for them (U,), each once for each set of allowed tokens; and the entry of each token among those
+    (N,)."""
     device, host = batch.token_ids_BT.device, batch.host or batch
     segments_BT, computed_BT = host.segment_ids_BT, host.computed_BT
     continues_BT = F.pad(segments_BT[:, 1:] == segments_BT[:, :-1], (1, 0))
@@ -67,7 +76,13 @@ def asked_tokens(batch: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
     if computed_BT is not None:
         columns = computed_BT.shape[1]
         first_N = asked_N - asked_N % columns + computed_BT.flatten()[asked_N]
-        once_U, entry_N = first_N.unique(return_inverse=True)
+        if host.allowed_ids_BT is not None:  # the same token may be sampled under different grammars
+            allowed_N = host.allowed_ids_BT.flatten()[asked_N] + 1
+            kinds = int(host.allowed_ids_BT.max()) + 2
+            once_U, entry_N = (first_N * kinds + allowed_N).unique(return_inverse=True)
+            once_U = once_U // kinds
+        else:
+            once_U, entry_N = first_N.unique(return_inverse=True)
     asked_N, once_U, entry_N = (x.to(device, non_blocking=True) for x in (asked_N, once_U, entry_N))
     return asked_N, once_U, entry_N
 
@@ -87,18 +102,28 @@ def token_logprobs(
     `hidden_SD` holds the S hidden states that were computed, `place_BT` says which of them is each token's; without an
     `output` layer they are logits already. What several trajectories share has one log-prob, whose gradient is the sum of
     theirs. `dtype` is that of the matrix products. With `entropy`, also the entropy (B, T) of the distribution that each
-    token was drawn from.
+    token was drawn from. Where a grammar constrained a token, that distribution is over what it allowed.
     """
     asked_N, once_U, entry_N = asked_tokens(batch)
+    allowed = None
+    if batch.allowed_ids_BT is not None and batch.allowed_CW is not None:
+        allowed = torch.empty_like(once_U), batch.allowed_CW
+        allowed[0][entry_N] = batch.allowed_ids_BT.flatten()[asked_N]
     hidden_UD = hidden_SD.index_select(0, place_BT.flatten()[once_U - 1])
     targets_U = batch.token_ids_BT.flatten()[once_U]
     if output is None:
         logprobs_U, entropy_U = logprobs_of_logits(
-            hidden_UD, targets_U, temperature=temperature, entropy=entropy
+            hidden_UD, targets_U, temperature=temperature, entropy=entropy, allowed=allowed
         )
     else:
         logprobs_U, entropy_U = selected_logprobs(
-            hidden_UD, output, targets_U, temperature=temperature, entropy=entropy, dtype=dtype
+            hidden_UD,
+            output,
+            targets_U,
+            temperature=temperature,
+            entropy=entropy,
+            dtype=dtype,
+            allowed=allowed,
         )
     logprobs_BT = _spread(logprobs_U[entry_N], asked_N, batch)
     return logprobs_BT, _spread(entropy_U[entry_N], asked_N, batch) if entropy else None
@@ -140,13 +165,15 @@ def selected_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     dtype: torch.dtype | None = None,
+    allowed: Allowed | None = None,
     keep_bytes: int | None = None,
     tile_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob (N,) of each target and, with `entropy`, the entropies (N,) (else meaningless); both fp32.
 
     Logits are computed a tile of rows and vocabulary at a time, in products of `dtype` (default: that of the hidden
-    states), and again in the backward pass where they were not kept. The softmax is always computed in fp32.
+    states), and again in the backward pass where they were not kept. The softmax is always computed in fp32, over the
+    `allowed` tokens.
     """
     usual_keep, usual_tile = (
         (KEEP_BYTES, TILE_BYTES) if hidden_ND.device.type == "cpu" else (0, GPU_TILE_BYTES)
@@ -154,14 +181,20 @@ def selected_logprobs(
     keep_bytes = usual_keep if keep_bytes is None else keep_bytes
     tile_bytes = tile_bytes or usual_tile
     plan = _Cuts(temperature, output.softcap, entropy, dtype or hidden_ND.dtype, keep_bytes, tile_bytes)
-    return _SelectedLogprobs.apply(hidden_ND, output.weight_VD, output.bias_V, targets_N, plan)
+    return _SelectedLogprobs.apply(hidden_ND, output.weight_VD, output.bias_V, targets_N, plan, allowed)
 
 
 def logprobs_of_logits(
-    logits_NV: Tensor, targets_N: Tensor, *, temperature: float = 1.0, entropy: bool = False
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    allowed: Allowed | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the same two from logits, for models with more than one layer between hidden states and logits."""
-    logp_NV = (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(1)
+    scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
+    logp_NV = _constrained(scores_NV, allowed, slice(None), slice(0, scores_NV.shape[1])).log_softmax(1)
     logprobs_N = logp_NV.gather(1, targets_N[:, None]).squeeze(1)
     return logprobs_N, -(logp_NV.exp() * logp_NV).sum(1) if entropy else torch.zeros_like(logprobs_N)
 
@@ -213,7 +246,13 @@ class _SelectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, plan: _Cuts
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        plan: _Cuts,
+        allowed: Allowed | None,
     ) -> tuple[Tensor, Tensor]:
         tiles = plan.tiles(len(hidden_ND), len(weight_VD))
         room = plan.keep_bytes if any(ctx.needs_input_grad) else 0
@@ -227,14 +266,14 @@ class _SelectedLogprobs(torch.autograd.Function):
             if room >= 0:
                 products.append(product)
             _summarise(
-                _scores(product.float(), plan),
+                _constrained(_scores(product.float(), plan), allowed, tile.rows, tile.columns),
                 targets_N[tile.rows] - tile.columns.start,
                 plan,
                 summaries[:, tile.number, tile.rows],
             )
             del product
         normalisers_N, scores_N, entropy_N = _combined(summaries)
-        ctx.plan = plan
+        ctx.plan, ctx.allowed = plan, allowed
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *products)
         return scores_N - normalisers_N, entropy_N
 
@@ -252,7 +291,8 @@ class _SelectedLogprobs(torch.autograd.Function):
             logits = product.float()
             columns_N = targets_N[rows] - tile.columns.start
             grad = _grad_scores(
-                _scores(logits, plan), normalisers_N[rows], entropy_N[rows], columns_N,
+                _constrained(_scores(logits, plan), ctx.allowed, rows, tile.columns),
+                normalisers_N[rows], entropy_N[rows], columns_N,
                 (grad_logprobs_N[rows], grad_entropy_N[rows] if plan.entropy else None),
             )  # fmt: skip
             if plan.temperature != 1.0:
@@ -262,6 +302,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             _add_products(grads, grad, hidden_ND, weight_VD, tile, plan)
         return (
             *(None if grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)),
+            None,
             None,
             None,
         )
@@ -292,6 +333,14 @@ def _scores(logits: Tensor, plan: _Cuts) -> Tensor:
     if plan.softcap:
         logits = (logits / plan.softcap).tanh_().mul_(plan.softcap)
     return logits if plan.temperature == 1.0 else logits / plan.temperature
+
+
+def _constrained(scores: Tensor, allowed: Allowed | None, rows: slice, columns: slice) -> Tensor:
+    """Return the scores of some tokens (rows) and a part of the vocabulary (columns) without those that are not allowed."""
+    if allowed is None:
+        return scores
+    ids_N, words_CW = allowed
+    return scores.masked_fill(~load(BITS)(words_CW[ids_N[rows]], columns), BLOCKED)
 
 
 def _summarise(scores: Tensor, columns_N: Tensor, plan: _Cuts, out_3N: Tensor) -> None:

@@ -242,6 +242,7 @@ def batching_of(setup: Setup, models: Sequence[BaseBackend] = (), longest_comple
         constant_length=training.constant_length or longest_completion,
         whole_groups=setup.needs.whole_groups,
         positions=None if vision is None else vision.positions,
+        tokenizer=setup.tokenizer,
     )
 
 

@@ -65,6 +65,11 @@ class BaseClient(TakesWeights, ABC):
     is_server: ClassVar[bool] = False  # True: made once for each address, and used through a fleet
     publishers: tuple[str, ...] = ("filesystem",)  # sync.name may be; the first where the user leaves it open
 
+    @property
+    def constrains(self) -> bool:
+        """Return whether completions match the grammar of `SamplingParams`, and have it."""
+        return False
+
     @classmethod
     def memory(
         cls, shape: ModelShape, precision: Precision, options: Mapping[str, Any], load: EngineLoad

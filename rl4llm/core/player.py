@@ -25,6 +25,11 @@ class LLM(Protocol):
         """Prompt plus completion, in tokens."""
         ...
 
+    @property
+    def constrains(self) -> bool:
+        """Whether completions match the grammar of their sampling parameters."""
+        ...
+
     async def open(self, sample: SampleState) -> None:
         """Begin the sample's episode, which requests replies until `close`."""
         ...

@@ -35,7 +35,8 @@ class SamplingParams:
     """How an engine samples one completion. temperature 0 is greedy; top_p 1 and top_k 0 switch those filters off.
 
     `stop_token_ids` are kept in the completion, `stop` strings end it: their tokens are kept, the text is cut before them.
-    Equal seeds give equal random streams, whatever else the engine is doing.
+    Equal seeds give equal random streams, whatever else the engine is doing. A `grammar` is what the completion has to
+    match, in the form of `rl4llm.data.grammars`.
     """
 
     max_tokens: int = 256
@@ -46,6 +47,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     ignore_eos: bool = False
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         finite = self.temperature == 0 or 1e-6 <= self.temperature <= 1e6  # as logits divided by it are
@@ -72,6 +74,7 @@ class Completion:
     `text` is the decoded tokens without special tokens, cut before a stop string. `version` is that of the weights that
     sampled the first token; when they were replaced on the way, `versions` holds (start, version) of each run of tokens
     that the same weights sampled. `finish_reason` is "stop" (a stop token or string), "length" or "abort".
+    With a `grammar` every token was sampled among those that the grammar allowed there, and log-probs are of these alone.
     """
 
     text: str
@@ -80,6 +83,7 @@ class Completion:
     finish_reason: FinishReason
     version: int
     versions: tuple[tuple[int, int], ...] = ()
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -101,7 +105,7 @@ class Completion:
 class TokenSpan:
     """A run of tokens with one author. Only the policy's own tokens carry log-probs, and only they train.
 
-    `images` are the places of images among the tokens, in order; only context has any.
+    `images` are the places of images among the tokens, in order; only context has any. `grammar` is that of the completion.
     """
 
     token_ids: tuple[int, ...]
@@ -109,6 +113,7 @@ class TokenSpan:
     logprobs: tuple[float, ...] | None = None
     version: int | None = None
     images: tuple[ImagePlace, ...] = ()
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         if (self.author == "policy") != (self.logprobs is not None):
@@ -130,8 +135,16 @@ class TokenSpan:
     @classmethod
     def policy(cls, completion: Completion) -> tuple[TokenSpan, ...]:
         """Return the tokens that the policy sampled: one span for each version of the weights."""
+        grammar = completion.grammar
         return tuple(
-            cls(completion.token_ids[start:end], "policy", completion.logprobs[start:end], version)
+            cls(
+                completion.token_ids[start:end],
+                "policy",
+                completion.logprobs[start:end],
+                version,
+                (),
+                grammar,
+            )
             for start, end, version in completion.runs
         )
 
@@ -312,6 +325,9 @@ class TrainBatch:
 
     Where tokens stand for images, `feature_ids_BT` numbers the tokens of `images`, one image after the other, and is -1 at
     all others. `axes_BTA` has the positions of a model that counts along several axes.
+
+    Where grammars constrained tokens, `allowed_ids_BT` is the row of `allowed_CW` whose bits are the tokens that could be
+    sampled there. It is -1, the last row, at all others: that row allows every token.
     """
 
     TOKEN_BYTES: ClassVar[int] = 80  # six columns of 8 bytes, six of 4, one of 1, and the algorithm's
@@ -328,6 +344,8 @@ class TrainBatch:
     record_ids_BT: Tensor | None = None
     axes_BTA: Tensor | None = None
     feature_ids_BT: Tensor | None = None
+    allowed_ids_BT: Tensor | None = None
+    allowed_CW: Tensor | None = None
     images: tuple[Image, ...] = ()
     later: Mapping[str, Tensor] = field(default_factory=dict)
     host: TrainBatch | None = field(default=None, repr=False, compare=False)

@@ -26,6 +26,7 @@ Floats = NDArray[np.float64]
 Credit = float | Sequence[float] | None
 """The credit of a trajectory, or of each of its turns; None counts in every total, but does not train."""
 
+ALLOWED = "rl4llm.data.grammars:AllowedTokens"
 Positions = Callable[[int, Sequence[ImagePlace]], Ints]  # of a sequence and its images: (length, axes)
 
 
@@ -52,7 +53,8 @@ class Batching:
 
     Without `max_tokens_per_batch`, micro-batches have the usual size for the device. A longer trajectory, or with
     `whole_groups` a longer group, which cannot be cut, gets a micro-batch of its size.
-    `constant_length` is the divisor of the aggregation "constant", in tokens. `positions` is for models that see images.
+    `constant_length` is the divisor of the aggregation "constant", in tokens. `positions` is for models that see images,
+    `tokenizer` for turns that a grammar constrained.
     """
 
     layout: str = "shared"
@@ -65,6 +67,7 @@ class Batching:
     constant_length: int = 0
     whole_groups: bool = False
     positions: Positions | None = None
+    tokenizer: Any = None
 
     def __post_init__(self) -> None:
         ones = np.ones(1, np.int64)
@@ -105,6 +108,8 @@ class Batching:
             chosen = [trajectories[i] for i in part]
             seen = any(span.images for trajectory in chosen for span in trajectory.spans)
             images = load("rl4llm.data.shown:Shown").of(chosen, self.positions) if seen else None
+            constrained = any(span.grammar for trajectory in chosen for span in trajectory.spans)
+            allowed = load(ALLOWED).of(chosen, self.tokenizer) if constrained else None
             flat = _flatten(
                 chosen,
                 [credits[i] for i in part],
@@ -115,7 +120,7 @@ class Batching:
             )
             room = int(flat.lengths.max()) * len(part) if self.whole_groups else budget
             placed = LAYOUTS[self.layout](flat, room).by_batch()
-            batches += [_batch(flat, images, pieces, self.pad_token_id) for pieces in placed]
+            batches += [_batch(flat, images, allowed, pieces, self.pad_token_id) for pieces in placed]
         return batches
 
 
@@ -249,7 +254,7 @@ def _chained(parts: list[tuple[float, ...]], dtype: type) -> NDArray[Any]:
     return np.fromiter(itertools.chain.from_iterable(parts), dtype, count=sum(map(len, parts)))
 
 
-def _batch(flat: _Flat, shown: Any, pieces: Pieces, pad_token_id: int) -> TrainBatch:
+def _batch(flat: _Flat, shown: Any, allowed: Any, pieces: Pieces, pad_token_id: int) -> TrainBatch:
     rows, columns = int(pieces.row.max()) + 1, int((pieces.column + pieces.length).max())
     # Pieces become arrays with an entry for each token, so that Python loops over no tokens. `source` is its place in
     # `flat`, `target` its place in the rows, which are laid end to end.
@@ -267,6 +272,7 @@ def _batch(flat: _Flat, shown: Any, pieces: Pieces, pad_token_id: int) -> TrainB
     images, numbers = shown.features(source) if shown else ((), None)
     axes = shown.axes if shown and images else None
     computed = _computed_columns(pieces) if pieces.shared.any() else None
+    allowed_ids, allowed_CW = (allowed and allowed.within(source)) or (None, None)
     return TrainBatch(
         token_ids_BT=spread(flat.token_ids[source], pad_token_id),
         position_ids_BT=spread(np.repeat(pieces.position, pieces.length) + within),
@@ -280,6 +286,8 @@ def _batch(flat: _Flat, shown: Any, pieces: Pieces, pad_token_id: int) -> TrainB
         record_ids_BT=spread(flat.record_ids[source], NEVER),
         axes_BTA=None if axes is None else spread(axes[source]),
         feature_ids_BT=spread(numbers, NEVER) if images and numbers is not None else None,
+        allowed_ids_BT=None if allowed_ids is None else spread(allowed_ids, NEVER),
+        allowed_CW=allowed_CW,
         images=images,
     )
 

@@ -156,6 +156,11 @@ class PolicyLLM:
         return await self._ask(sample, token_ids, sampling_params, draw, images)
 
     @property
+    def constrains(self) -> bool:
+        """Return whether completions match the grammar of their sampling parameters."""
+        return self._client.constrains
+
+    @property
     def context_length(self) -> int:
         """Return the most tokens of prompt and completion together."""
         return self._client.context_length

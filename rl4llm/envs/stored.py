@@ -166,15 +166,21 @@ def _message(row: Mapping[str, Any], vision: Any) -> ChatMessage:
 
 
 def span_row(span: TokenSpan) -> list[Any]:
-    """Return a span as JSON values, the last of them the places of its images, if it has any."""
+    """Return a span as JSON values; the places of its images and its grammar come last, if it has any."""
     places = [[_named(image.image), image.offset, image.length] for image in span.images]
-    return [span.author, span.token_ids, span.logprobs, span.version, *([places] if places else [])]
+    rest = [places, span.grammar] if span.grammar else [places] if places else []
+    return [span.author, span.token_ids, span.logprobs, span.version, *rest]
 
 
 def span_of(
-    author: Any, token_ids: list[int], logprobs: list[float] | None, version: int | None, places: Any = ()
+    author: Any,
+    token_ids: list[int],
+    logprobs: list[float] | None,
+    version: int | None,
+    places: Any = (),
+    grammar: str = "",
 ) -> TokenSpan:
     """Return the span that `span_row` wrote."""
     images = tuple(ImagePlace(Image(*image), offset, length) for image, offset, length in places)
     sampled = None if logprobs is None else tuple(logprobs)
-    return TokenSpan(tuple(token_ids), author, sampled, version, images)
+    return TokenSpan(tuple(token_ids), author, sampled, version, images, grammar)

@@ -14,6 +14,7 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
 from rl4llm.core.images import ImagePlace, tower_of
 from rl4llm.core.model_memory import FP32, EngineLoad, ModelShape, Precision
+from rl4llm.core.registry import load
 from rl4llm.core.schema import Count, Range, checked
 from rl4llm.core.types import Completion, SamplingParams, WeightRef
 from rl4llm.inference.embedded.engine import LOOKAHEAD, SHARE_FROM, Engine, Finished
@@ -76,6 +77,7 @@ class LocalClient(BaseClient):
         self._model, self._path = model, path
         self.context_length = self._engine.context_length
         self.vocab_size = self._engine.vocab_size
+        self._tokenizer = tokenizer
         self._deterministic = deterministic
         self._stall_timeout_s = stall_timeout_s
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
@@ -105,6 +107,10 @@ class LocalClient(BaseClient):
         captured = {GRAPHS: _captured(shape, precision, padded, length)} if graph and precision.gpu else {}
         copied = {"weights in bfloat16": shape.linear * precision.computed} if precision.autocast else {}
         return {"KV cache": cache, "sampling": max(filling, logits), **captured, **copied}
+
+    @property
+    def constrains(self) -> bool:
+        return bool(load("rl4llm.core.allowed:can_constrain")(self._tokenizer))
 
     def report_to(self, warn: Callable[[str], None]) -> None:
         """Warn if decoding takes the slower path without having been asked to."""

@@ -272,6 +272,8 @@ def _span(span: TokenSpan, note: SpanNote | None) -> dict[str, Any]:
     row: dict[str, Any] = {"author": span.author, "token_ids": list(span.token_ids)}
     if span.author == "policy":
         row |= {"logprobs": list(span.logprobs or ()), "version": span.version}
+    if span.grammar:
+        row["grammar"] = span.grammar
     if span.images:
         row["images"] = [[place.image.digest, place.offset, place.length] for place in span.images]
     if note is not None:

@@ -36,6 +36,7 @@ SHARE_FROM = 2048  # cached tokens that reading prompts in place must save to be
 LOOKAHEAD = 128  # tokens by which the cache grows at once
 ADMITTED = 16  # waiting requests start when this part of all places is free, unless all of them find one
 SEE, SHOW, NEXT = (f"rl4llm.inference.embedded.images:{name}" for name in ("see", "show", "window_of"))
+MATCHER = "rl4llm.data.grammars:Matcher"
 
 Finished = tuple[Request, Completion]
 
@@ -129,10 +130,11 @@ class Engine:
                 f"({self.context_reason}). Shorten it to {self.context_length - 1} or raise that setting."
             )
         rule, most = self._stops.rule(params), min(params.max_tokens, room)
+        matcher = load(MATCHER)(self._tokenizer, params.grammar) if params.grammar else None
         if not images:
-            return Request(tuple(prompt_ids), params, session, most, rule, list(prompt_ids))
+            return Request(tuple(prompt_ids), params, session, most, rule, list(prompt_ids), matcher=matcher)
         ids, seen = load(SEE)(self._model, where, prompt_ids, images)
-        return Request(tuple(ids), params, session, most, rule, ids, seen=seen)
+        return Request(tuple(ids), params, session, most, rule, ids, seen=seen, matcher=matcher)
 
     def release(self, session: str) -> None:
         """Forget a session's cache, now or when its request ends."""
@@ -190,7 +192,8 @@ class Engine:
         self._counters.decode_tokens += len(self._rows.active) - len(self._ended)
         # Only codes of stops are read in each step: to read tokens is to wait for the GPU, which then has no next step yet.
         codes = batch.codes()
-        return self._finish(codes) if codes or batch.steps_left == 0 or batch.due else []
+        over = codes or batch.steps_left == 0 or batch.due or batch.stuck
+        return self._finish(codes) if over else []
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
@@ -371,7 +374,10 @@ class Engine:
             stopped = code == STOP_TOKEN
             if code not in (CONTINUES, STOP_TOKEN):
                 stopped = self._stops.ends_in_string(request.sampled, request.rule[1])
-            if stopped or not request.tokens_left:
+            if request.matcher and request.matcher.error:
+                finished.append((request, self._completion(request, "abort")))
+                leaving.append(row)
+            elif stopped or not request.tokens_left:
                 finished.append((request, self._completion(request, "stop" if stopped else "length")))
                 leaving.append(row)
         if leaving:
@@ -381,7 +387,8 @@ class Engine:
     def _completion(self, request: Request, reason: FinishReason) -> Completion:
         tokens, runs = tuple(request.sampled), tuple(request.versions) or ((0, self.version),)
         text, versions = text_of(self._tokenizer, tokens, request.rule[1]), runs if len(runs) > 1 else ()
-        return Completion(text, tokens, tuple(request.logprobs), reason, runs[0][1], versions)
+        logprobs, grammar = tuple(request.logprobs), request.params.grammar
+        return Completion(text, tokens, logprobs, reason, runs[0][1], versions, grammar)
 
     def _leave(self, leaving: Sequence[BusyRow], park: bool) -> None:
         """Stop decoding rows: they stay in the batch without advancing, or the batch ends."""

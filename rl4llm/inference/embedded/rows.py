@@ -10,17 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rl4llm.core.registry import load
 from rl4llm.core.types import SamplingParams
 from rl4llm.inference.embedded.kv_cache import KVCache, Window
 from rl4llm.inference.embedded.sampling import PERIOD, Sampler
 from rl4llm.inference.embedded.stops import Rule, StopTable
 
 if TYPE_CHECKING:
+    from rl4llm.data.grammars import Matcher
     from rl4llm.inference.embedded.images import Seen
 
+BITS = "rl4llm.core.allowed:bits"
 PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
 STARTED_TOKENS = (
     1024  # computed at once on a CPU for requests that start, since meanwhile the engine answers nobody
@@ -32,7 +36,7 @@ class Request:
     """One requested completion; `token_ids` holds the prompt and the tokens sampled so far.
 
     `versions` are (start, version) of each run of tokens that the same weights sample. `seen` are the images of the prompt,
-    in which their tokens are negative numbers.
+    in which their tokens are negative numbers. `matcher` is how far the sampled tokens have matched the request's grammar.
     """
 
     prompt_ids: tuple[int, ...]
@@ -45,6 +49,7 @@ class Request:
     versions: list[tuple[int, int]] = field(default_factory=list)
     cancelled: bool = False
     seen: Seen | None = None
+    matcher: Matcher | None = None
 
     @property
     def sampled(self) -> list[int]:
@@ -248,8 +253,11 @@ class Decoder(ABC):
 class Batch:
     """Decodes the same rows step by step. New rows need another batch, and so does a full cache.
 
-    `steps_left` says in how many steps the first of the requests reaches its length; set it after `end`.
+    `steps_left` says in how many steps the first of the requests reaches its length; set it after `end`. `stuck` is whether
+    a grammar exceeded the limits of its library, so that its request cannot continue.
     """
+
+    stuck = False
 
     def __init__(
         self,
@@ -267,6 +275,7 @@ class Batch:
             decoder.absent_A,
         )
         self._tokens_B = torch.tensor([item.token_ids[-1] for item in requests], device=cache.device)
+        self._matchers = {row: item.matcher for row, item in enumerate(requests) if item.matcher}
         self._steps: list[tuple[Tensor, Tensor]] = []
         self.steps_left = min(request.tokens_left for request in requests)
 
@@ -288,10 +297,25 @@ class Batch:
     def step(self) -> None:
         """Append the next token of every row."""
         self._cache.window = self._window
-        self._tokens_B, logprobs_B = self._sampler(self._decoder.step(self._tokens_B, self._cache))
+        logits_BV = self._decoder.step(self._tokens_B, self._cache)
+        self._tokens_B, logprobs_B = self._sampler(self._constrained(logits_BV))
+        if self._matchers:  # their next masks depend on what was sampled
+            tokens = self._tokens_B.tolist()
+            for row, matcher in self._matchers.items():
+                matcher.take(tokens[row])
+            self.stuck = any(matcher.error for matcher in self._matchers.values())
         self._steps.append((self._tokens_B, logprobs_B))
         self._window.advance()
         self.steps_left -= 1
+
+    def _constrained(self, logits_BV: Tensor) -> Tensor:
+        """Return the logits without the tokens that a grammar excludes."""
+        if not self._matchers:
+            return logits_BV
+        words = np.stack([matcher.mask() for matcher in self._matchers.values()])
+        rows = torch.tensor(list(self._matchers), device=logits_BV.device)
+        allowed_RV = load(BITS)(torch.from_numpy(words).to(logits_BV.device), slice(0, logits_BV.shape[1]))
+        return logits_BV.index_copy(0, rows, logits_BV[rows].masked_fill(~allowed_RV, -torch.inf))
 
     def codes(self) -> list[int] | None:
         """Return a stop code per row, or None for the common step in which no row may stop."""

@@ -225,9 +225,9 @@ class StaticDecoder(LlamaDecoder):
         requests: Sequence[Request],
         stops: StopTable | None,
     ) -> Batch:
-        """Return a batch of rows. With top-k or top-p, only its logits come from a captured step."""
+        """Return a batch of rows. With top-k, top-p or grammars, only its logits come from a captured step."""
         kind = Kind.of([request.params for request in requests])
-        if kind.filters:
+        if kind.filters or any(request.matcher for request in requests):
             return super().batch(cache, window, requests, stops)
         rules = 0 if stops is None else len(stops.codes) // self.vocab_size
         step = self._step(cache, len(requests), kind, rules)
