@@ -61,6 +61,7 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
         module=("sglang.launch_server",),
         usual_port=30000,
         keys=("--api-key", "--admin-api-key"),
+        flags={"--grammar-backend": "llguidance"},  # the trainer's, so that both allow the same tokens
         cpu_module=("sglang_cpu",),
         cpu_flags={
             "--device": "cpu",
@@ -95,6 +96,7 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
         flags={
             "--worker-extension-cls": "vllm_worker_extension.WeightsExtension",
             "--logprobs-mode": "processed_logprobs",  # log-probs of the sampling distribution, at any temperature
+            "--structured-outputs-config.backend": "guidance",  # the trainer's library
         },
         environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
         cpu_flags={

@@ -244,6 +244,24 @@ def test_a_completion_across_a_load_or_restart_is_sampled_again(tokenizer):
     assert (found.token_ids, found.version) == ((50,), 6)
 
 
+def test_a_turn_with_a_grammar_that_a_load_ends_begins_again(tokenizer):
+    server = Server()
+
+    def ended():
+        server.loaded(4)
+        return choice([7, 8], reason="abort")
+
+    server.completions, params = (
+        [ended, choice([9, 40], reason="stop")],
+        SAMPLED.replace(grammar="start: /a/"),
+    )
+    found = play(server, tokenizer, lambda client: client.generate(PROMPTS[0], params))
+    assert (found.token_ids, found.version, found.grammar) == ((9, 40), 4, "start: /a/")
+    bodies = server.bodies("/v1/completions")
+    assert [body["prompt"] for body in bodies] == [PROMPTS[0]] * 2
+    assert all(body["structured_outputs"] == {"grammar": "start: /a/"} for body in bodies)
+
+
 def test_a_turn_that_a_load_ends_continues(tokenizer):
     server = Server()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from yarl import URL
 
+from rl4llm.core.allowed import can_constrain
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.images import ImagePlace
@@ -161,6 +162,10 @@ class ServerClient(BaseClient):
     def __str__(self) -> str:
         return f"{type(self).__name__} at {self.base_url}"
 
+    @property
+    def constrains(self) -> bool:
+        return can_constrain(self._tokenizer)
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -203,6 +208,7 @@ class ServerClient(BaseClient):
             finish_reason=sampled.finish_reason,
             version=sampled.versions[0][1],
             versions=sampled.versions if len(sampled.versions) > 1 else (),
+            grammar=params.grammar,
         )
 
     @abstractmethod

@@ -90,6 +90,8 @@ class VLLMClient(AdaptingClient):
                 return turn
             if len(turn.token_ids) == params.max_tokens:
                 return replace(turn, finish_reason="length")
+            if params.grammar:  # a server begins each request at the start of its grammar
+                turn = Sampled([], [], "abort", ())
             if not piece.token_ids:
                 await asyncio.sleep(self.retry.wait_s(number))
         raise UnreachableError(f"{self.base_url} aborted request {request_id} {PIECES} times.")
@@ -269,7 +271,8 @@ def check_convention(logprobs_mode: str, params: SamplingParams) -> None:
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     options = {"max_tokens": params.max_tokens, "top_k": params.top_k, "seed": params.seed % 2**63}
-    return {**sampling_options(params), **options}
+    forced = {"structured_outputs": {"grammar": params.grammar}} if params.grammar else {}
+    return {**sampling_options(params), **options, **forced}
 
 
 def _sampled(answer: Any, request_id: str, version: int) -> Sampled:

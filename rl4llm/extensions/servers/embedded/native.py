@@ -23,7 +23,7 @@ ADDED = {
 """What clients and SGLang's router add to requests, which asks for nothing."""
 SAMPLED = {
     "max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "stop": "stop",
-    "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "sampling_seed": "seed",
+    "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "sampling_seed": "seed", "ebnf": "grammar",
 }  # fmt: skip
 """Sampling parameters by their name in requests."""
 NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}

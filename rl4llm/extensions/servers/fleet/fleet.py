@@ -83,6 +83,10 @@ class FleetClient(BaseClient):
     def __str__(self) -> str:
         return f"FleetClient of {', '.join(map(str, self._servers))}"
 
+    @property
+    def constrains(self) -> bool:
+        return self._servers[0].client.constrains
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
