@@ -76,13 +76,12 @@ def asked_tokens(batch: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
     if computed_BT is not None:
         columns = computed_BT.shape[1]
         first_N = asked_N - asked_N % columns + computed_BT.flatten()[asked_N]
+        sets = 1
         if host.allowed_ids_BT is not None:  # the same token may be sampled under different grammars
-            allowed_N = host.allowed_ids_BT.flatten()[asked_N] + 1
-            kinds = int(host.allowed_ids_BT.max()) + 2
-            once_U, entry_N = (first_N * kinds + allowed_N).unique(return_inverse=True)
-            once_U = once_U // kinds
-        else:
-            once_U, entry_N = first_N.unique(return_inverse=True)
+            sets = int(host.allowed_ids_BT.max()) + 2
+            first_N = first_N * sets + host.allowed_ids_BT.flatten()[asked_N] + 1
+        once_U, entry_N = first_N.unique(return_inverse=True)
+        once_U = once_U // sets
     asked_N, once_U, entry_N = (x.to(device, non_blocking=True) for x in (asked_N, once_U, entry_N))
     return asked_N, once_U, entry_N
 
@@ -111,20 +110,11 @@ def token_logprobs(
         allowed[0][entry_N] = batch.allowed_ids_BT.flatten()[asked_N]
     hidden_UD = hidden_SD.index_select(0, place_BT.flatten()[once_U - 1])
     targets_U = batch.token_ids_BT.flatten()[once_U]
+    how: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "allowed": allowed}
     if output is None:
-        logprobs_U, entropy_U = logprobs_of_logits(
-            hidden_UD, targets_U, temperature=temperature, entropy=entropy, allowed=allowed
-        )
+        logprobs_U, entropy_U = logprobs_of_logits(hidden_UD, targets_U, **how)
     else:
-        logprobs_U, entropy_U = selected_logprobs(
-            hidden_UD,
-            output,
-            targets_U,
-            temperature=temperature,
-            entropy=entropy,
-            dtype=dtype,
-            allowed=allowed,
-        )
+        logprobs_U, entropy_U = selected_logprobs(hidden_UD, output, targets_U, dtype=dtype, **how)
     logprobs_BT = _spread(logprobs_U[entry_N], asked_N, batch)
     return logprobs_BT, _spread(entropy_U[entry_N], asked_N, batch) if entropy else None
 
@@ -180,8 +170,10 @@ def selected_logprobs(
     )
     keep_bytes = usual_keep if keep_bytes is None else keep_bytes
     tile_bytes = tile_bytes or usual_tile
-    plan = _Cuts(temperature, output.softcap, entropy, dtype or hidden_ND.dtype, keep_bytes, tile_bytes)
-    return _SelectedLogprobs.apply(hidden_ND, output.weight_VD, output.bias_V, targets_N, plan, allowed)
+    plan = _Cuts(
+        temperature, output.softcap, entropy, dtype or hidden_ND.dtype, keep_bytes, tile_bytes, allowed
+    )
+    return _SelectedLogprobs.apply(hidden_ND, output.weight_VD, output.bias_V, targets_N, plan)
 
 
 def logprobs_of_logits(
@@ -224,6 +216,7 @@ class _Cuts:
     dtype: torch.dtype
     keep_bytes: int
     tile_bytes: int
+    allowed: Allowed | None
 
     def tiles(self, rows: int, vocabulary: int) -> list[_Tile]:
         """In the order of the vocabulary, so that each slice of the weight's gradient is finished before the next."""
@@ -246,13 +239,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        plan: _Cuts,
-        allowed: Allowed | None,
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, plan: _Cuts
     ) -> tuple[Tensor, Tensor]:
         tiles = plan.tiles(len(hidden_ND), len(weight_VD))
         room = plan.keep_bytes if any(ctx.needs_input_grad) else 0
@@ -266,14 +253,14 @@ class _SelectedLogprobs(torch.autograd.Function):
             if room >= 0:
                 products.append(product)
             _summarise(
-                _constrained(_scores(product.float(), plan), allowed, tile.rows, tile.columns),
+                _scores(product.float(), plan, tile),
                 targets_N[tile.rows] - tile.columns.start,
                 plan,
                 summaries[:, tile.number, tile.rows],
             )
             del product
         normalisers_N, scores_N, entropy_N = _combined(summaries)
-        ctx.plan, ctx.allowed = plan, allowed
+        ctx.plan = plan
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *products)
         return scores_N - normalisers_N, entropy_N
 
@@ -291,8 +278,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             logits = product.float()
             columns_N = targets_N[rows] - tile.columns.start
             grad = _grad_scores(
-                _constrained(_scores(logits, plan), ctx.allowed, rows, tile.columns),
-                normalisers_N[rows], entropy_N[rows], columns_N,
+                _scores(logits, plan, tile), normalisers_N[rows], entropy_N[rows], columns_N,
                 (grad_logprobs_N[rows], grad_entropy_N[rows] if plan.entropy else None),
             )  # fmt: skip
             if plan.temperature != 1.0:
@@ -302,7 +288,6 @@ class _SelectedLogprobs(torch.autograd.Function):
             _add_products(grads, grad, hidden_ND, weight_VD, tile, plan)
         return (
             *(None if grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)),
-            None,
             None,
             None,
         )
@@ -328,11 +313,12 @@ def _add_products(
         grad_bias_V[tile.columns] += grad.sum(0)
 
 
-def _scores(logits: Tensor, plan: _Cuts) -> Tensor:
+def _scores(logits: Tensor, plan: _Cuts, tile: _Tile) -> Tensor:
     """Return the scores that the softmax takes. They may be `logits` itself."""
     if plan.softcap:
         logits = (logits / plan.softcap).tanh_().mul_(plan.softcap)
-    return logits if plan.temperature == 1.0 else logits / plan.temperature
+    scores = logits if plan.temperature == 1.0 else logits / plan.temperature
+    return _constrained(scores, plan.allowed, tile.rows, tile.columns)
 
 
 def _constrained(scores: Tensor, allowed: Allowed | None, rows: slice, columns: slice) -> Tensor:

@@ -51,11 +51,11 @@ def read_request(
 ) -> Asked:
     """Parse and check a request's JSON; `params` are the run's sampling parameters. Raises RequestError."""
     fields = Fields(body, params, USED, unenforced)
-    fields.check_format("response_format", fields.get("response_format"))
     return Asked(
         messages=_messages(fields.get("messages")),
         tools=read_tools(fields.get("tools", [])),
-        may_call=fields.may_call(fields.get("tool_choice", "auto")),
+        schema=fields.schema("response_format", fields.get("response_format")),
+        **fields.choice(fields.get("tool_choice", "auto")),
         one_call=not flag_of(fields, "parallel_tool_calls", default=True),
         stop=stops_of(fields, "stop"),
         max_tokens=limit_of(fields, "max_completion_tokens", "max_tokens"),

@@ -90,7 +90,8 @@ class RequestError(Exception):
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request for an answer. `may_call` is False if the agent wants no tool calls parsed, and `one_call` ends an answer
-    after its first.
+    after its first. `forced` names the tools that an answer has to call one of, () for any; `schema` is that of a forced
+    format and the name of its field.
 
     `keep` is the conversation that later requests may continue by the answer's id; None if they may not. `echo` has the
     fields that the answer repeats.
@@ -99,6 +100,8 @@ class Asked:
     messages: tuple[ChatMessage, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     may_call: bool = True
+    forced: tuple[str, ...] | None = None
+    schema: tuple[str, Mapping[str, Any]] | None = None
     one_call: bool = False
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
@@ -244,7 +247,7 @@ class Fields(dict[str, Any]):
         ]
         for name in tuple(self.ignored):
             if name in FORCING:
-                self._unenforced(FORCING[name], name)
+                self._passes(FORCING[name], name)
             elif name in REFUSED or not is_metadata(self[name]):
                 why = REFUSED.get(name, "it is content that is not read. Remove it")
                 raise RequestError(f"{name}={self[name]!r:.100} is not accepted: {why}.", param=name)
@@ -262,27 +265,39 @@ class Fields(dict[str, Any]):
                 raise RequestError(f"{name}.{key}={value[key]!r:.100} is not read. Remove it.", param=name)
             self.ignored.append(f"{name}.{key}")
 
-    def may_call(self, choice: Any, auto: Any = "auto", none: Any = "none") -> bool:
-        """Return whether a `tool_choice` allows calls. Raises RequestError for one that forces a call."""
-        if choice not in (auto, none):
-            self._unenforced("tool_choice", "tool_choice", choice)
-        return bool(choice != none)
+    def choice(self, value: Any, auto: Any = "auto", none: Any = "none") -> dict[str, Any]:
+        """Return what a `tool_choice` means for `Asked`. Raises RequestError for one that is not read."""
+        row = value if isinstance(value, dict) else {"type": value}
+        inner = row.get("function", row)
+        name = inner.get("name") if isinstance(inner, dict) else None
+        forced = () if row.get("type") in ("required", "any") else (name,) if isinstance(name, str) else None
+        free = value in (auto, none) or self._passes("tool_choice", "tool_choice", forced is not None)
+        return {"may_call": value != none, "forced": None if free else forced}
 
-    def check_format(self, name: str, value: Any) -> None:
-        """Raise RequestError for a format of the answer that is not plain text."""
-        if value not in (None, PLAIN):
-            self._unenforced("response_format", name, value)
+    def schema(self, name: str, value: Any) -> tuple[str, Mapping[str, Any]] | None:
+        """Return the name and the schema of an answer's format, None for plain text. Raises RequestError."""
+        row = value if isinstance(value, dict) else {}
+        row = row.get("json_schema", row)
+        schema = {"type": "object"} if row.get("type") == "json_object" else row.get("schema")
+        known = isinstance(schema, dict)
+        free = value in (None, PLAIN) or self._passes("response_format", name, known)
+        return None if free else (name, schema)
 
-    def _unenforced(self, switch: str, name: str, value: Any = None) -> None:
-        kind = switch.rpartition("_")[2].replace("choice", "call")
-        shown = self.get(name) if value is None else value
-        if switch not in self.unenforced:
-            raise RequestError(
-                f"{name}={shown!r:.100} is not accepted: the policy is sampled freely, so no {kind} can be forced. Ask for "
-                f"it in the prompt; in training, env.unenforced=[{switch}] ignores the field.",
-                param=name.partition(".")[0],
-            )
-        self.ignored.append(name.partition(".")[0])
+    def _passes(self, switch: str, name: str, known: bool = False) -> bool:
+        """Return whether a field passes unenforced. Raises RequestError for an unknown one that does not."""
+        if switch in self.unenforced:
+            self.ignored.append(name.partition(".")[0])
+        elif not known:
+            raise unforced(switch, name, "its form is not read")
+        return switch in self.unenforced
+
+
+def unforced(switch: str, name: str, why: str) -> RequestError:
+    """Return the error of a field that cannot force an answer."""
+    kind = "call" if switch == "tool_choice" else "format"
+    problem = f"{name} is not accepted: no {kind} can be forced, since {why}"
+    switch = f"In training, env.unenforced=[{switch}] ignores it."
+    return RequestError(f"{problem}. {switch}", param=name.partition(".")[0])
 
 
 def is_metadata(value: Any) -> bool:

@@ -11,13 +11,18 @@ from packed import policy_gradient
 from rl4llm.backends.heads import logprobs_of_logits
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.allowed import bits
+from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import DataError, RefusedError
 from rl4llm.core.types import Completion, SamplingParams, TokenSpan, Trajectory, WeightRef
 from rl4llm.data.grammars import Matcher, masks
 from rl4llm.data.pack import Batching, totals_of
+from rl4llm.data.render import Renderer
+from rl4llm.envs.rollout import Rollout
+from rl4llm.envs.stored import dump, take_over
 from rl4llm.inference.embedded.engine import Engine
 from rl4llm.inference.local import LocalClient
-from rl4llm.runtime.runner import run
+from rl4llm.rewards import as_reward_function
+from rl4llm.runtime.runner import Runner, run
 
 TEMPERATURE = 0.8
 SIZES = (0, 1, 2, 3)
@@ -289,3 +294,25 @@ def test_a_grammar_beyond_the_librarys_limits_aborts_its_request(
 def test_spans_of_a_completion_have_its_grammar():
     completion = Completion("ab", (1, 2), (-1.0, -2.0), "stop", 0, ((0, 0), (1, 1)), "start: /ab/")
     assert [span.grammar for span in TokenSpan.policy(completion)] == ["start: /ab/"] * 2
+
+
+def test_stored_episodes_keep_their_grammars(model, tokenizer, letters):
+    rows = [{"messages": [{"role": "user", "content": "How many?"}], "ground_truth": "a", "prompt_id": "p"}]
+    runner, units = Runner(), []
+    for _ in range(2):
+        env = BaseMDPEnv(
+            rows, tokenizer, [as_reward_function(lambda completions, **_: [0.5] * len(completions))], 1, 2
+        )
+        client = LocalClient(model, tokenizer)
+        runner.run(client.load(WeightRef(0)))
+        rollout = Rollout(env, client, Renderer(tokenizer), runner, seed=0)
+        units.append(
+            (rollout, rollout.begin([0], step=0, sampling_params=SamplingParams(grammar=letters))[0])
+        )
+    (played, unit), (again, new) = units
+    played.run(unit.announce())
+    played.run(unit.play())
+    assert take_over(new, json.loads(dump(unit)), oldest=-1)
+    before, after = (each.finish([item]).trajectories for each, item in ((played, unit), (again, new)))
+    assert before == after and {span.grammar for item in after for span in item.policy_spans} == {letters}
+    runner.close()

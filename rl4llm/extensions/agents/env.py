@@ -62,7 +62,8 @@ class AgentEnv(BaseMDPEnv):
         timeout_s: seconds that an agent may take, including the policy's answers.
         processes: how many agents of `command` run at once.
         unenforced: what requests may ask for without getting it, of "tool_choice" (a call that is forced) and
-            "response_format" (a format of the answer). Without it such requests are refused.
+            "response_format" (a format of the answer). Otherwise sampling is constrained, or where the engine or the model's
+            format of calls does not allow that, such requests are refused.
     """
 
     default_rewards = ("math",)

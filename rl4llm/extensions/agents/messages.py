@@ -46,11 +46,9 @@ def read_request(body: Any, params: SamplingParams, kept: Kept, unenforced: Coll
     fields = Fields(body, params, USED, unenforced)
     config = fields.inner("output_config", ("format",))
     choice = fields.inner("tool_choice", ("type", "name", "disable_parallel_tool_use"))
-    for name, value in (
-        ("output_format", fields.get("output_format")),
-        ("output_config.format", config.get("format")),
-    ):
-        fields.check_format(name, value)
+    schema = fields.schema("output_format", fields.get("output_format"))
+    schema = fields.schema("output_config.format", config.get("format")) or schema
+    named = {"name": choice["name"]} if "name" in choice else {}
     _check_edits(fields.inner("context_management", ("edits",)).get("edits", []))
     system, picture = text_of(fields.get("system"), "system"), Pictures()
     rows = fields.get("messages")
@@ -62,7 +60,8 @@ def read_request(body: Any, params: SamplingParams, kept: Kept, unenforced: Coll
     return Asked(
         messages=check_end((*((ChatMessage("system", system),) if system else ()), *messages), "messages"),
         tools=read_tools(functions_of(fields, "custom", TOOL)),
-        may_call=fields.may_call({"type": choice.get("type", "auto")}, {"type": "auto"}, {"type": "none"}),
+        schema=schema,
+        **fields.choice({"type": choice.get("type", "auto"), **named}, {"type": "auto"}, {"type": "none"}),
         one_call=choice.get("disable_parallel_tool_use") is True,
         stop=stops_of(fields, "stop_sequences"),
         max_tokens=limit_of(fields, "max_tokens"),

@@ -49,7 +49,7 @@ def read_request(body: Any, params: SamplingParams, kept: Kept, unenforced: Coll
     """Parse and check a request's JSON. Raises RequestError."""
     fields = Fields(body, params, USED, unenforced)
     text, include = fields.inner("text", ("format",)), fields.get("include", [])
-    fields.check_format("text.format", text.get("format"))
+    schema = fields.schema("text.format", text.get("format"))
     if not isinstance(include, list) or any(name not in INCLUDED for name in include):
         raise RequestError(
             f"include={include!r:.100} is not accepted. Accepted: {INCLUDED}.", param="include"
@@ -59,7 +59,8 @@ def read_request(body: Any, params: SamplingParams, kept: Kept, unenforced: Coll
     return Asked(
         messages=(*((ChatMessage("system", system),) if system else ()), *messages),
         tools=read_tools(functions_of(fields, "function", TOOL)),
-        may_call=fields.may_call(fields.get("tool_choice", "auto")),
+        schema=schema,
+        **fields.choice(fields.get("tool_choice", "auto")),
         one_call=not flag_of(fields, "parallel_tool_calls", default=True),
         max_tokens=limit_of(fields, "max_output_tokens"),
         stream=flag_of(fields, "stream"),

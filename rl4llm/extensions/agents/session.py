@@ -20,6 +20,7 @@ from rl4llm.core.message import UNSEEN
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.envs.chat_completions import read_message
 from rl4llm.envs.dialects import Dialect, Dialects
+from rl4llm.envs.forced import constrained
 from rl4llm.envs.wire import Answer, Asked, RequestError
 from rl4llm.extensions.agents.history import Continuation, Entry, History
 from rl4llm.runtime.seeds import derive_seed
@@ -141,12 +142,12 @@ class AgentSession:
         prompt = place.prompt
         ids, images = prompt.token_ids, prompt.images
         params = self._limited(asked, len(ids))
+        sampling = await constrained(dialect, asked, params, ids, self._llm.constrains)
         self.requests += 1
         seen = [item.image.digest for item in images]
         digest = xxhash.xxh3_64_hexdigest(f"{ids}{seen or ''}".encode())
         draw = self._draws[digest]  # a repeated question is a new draw, whichever request comes first
         self._draws[digest] += 1
-        sampling = dialect.params(asked, params)
         completion = await self._llm.complete(self.sample, ids, sampling, digest, draw, images=images)
         self.sampled_tokens += len(completion.token_ids)
         self.check_open()

@@ -123,6 +123,34 @@ def test_samples_equal_those_of_the_engine_in_process(play, model, tokenizer, on
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
+def test_a_grammar_constrains_the_server_as_the_engine(play, tokenizer, model_dir):
+    params = SamplingParams(
+        max_tokens=20, seed=3, grammar=f"start: /[ab]{{3,9}}/ <[{tokenizer.eos_token_id}]>"
+    )
+    (own,) = LocalClient(load_model(model_dir), tokenizer).generate_batch([PROMPT], [params])
+
+    async def scene(client):
+        assert client.constrains
+        return await client.generate(PROMPT, params)
+
+    found = play(scene)
+    assert found.text.strip("ab") == "" and (found.token_ids, found.grammar) == (
+        own.token_ids,
+        params.grammar,
+    )
+    assert found.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+
+
+def test_the_openai_package_parses_what_the_server_forces(url, model_dir):
+    class Coins(later.pydantic.BaseModel):
+        sure: bool
+
+    with later.openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        asked = {"model": str(model_dir), "messages": [{"role": "user", "content": "How many?"}]}
+        answer = client.chat.completions.parse(response_format=Coins, **asked)
+    assert answer.choices[0].message.parsed.sure in (True, False)
+
+
 def train(model_dir, directory, inference, steps=3, **keys):
     rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": ""} for i in range(4)]
     done = GRPOTrainer(

@@ -16,6 +16,7 @@ from rl4llm.core.errors import ConfigError, DataError, TemplateError, unknown
 from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
 from rl4llm.envs import chat_completions as chat
 from rl4llm.envs.dialects import Dialect, Dialects
+from rl4llm.envs.forced import constrained
 from rl4llm.envs.wire import Answer, Asked, Fields, RequestError, Wire, dumps, flag_of
 from rl4llm.extensions.servers.embedded.native import object_of, sampling_params, tokens_of
 from rl4llm.inference.embedded.stops import text_of
@@ -95,7 +96,7 @@ class OpenAIEndpoints:
             stop_token_ids=dialect.renderer.stop_token_ids,
             max_tokens=self._limit(request.max_tokens, len(prompt.token_ids)),
         )
-        params = dialect.params(request, params)
+        params = await constrained(dialect, request, params, prompt.token_ids, self._engine.constrains)
         return ChatJob(secrets.token_hex(12), prompt, params, request.stream, request, dialect, wire)
 
     async def count(self, body: Any, wire: Wire) -> int:
