@@ -443,8 +443,6 @@ REMOTE = _of(
 AGENTS = _of(
     "",
     "tests/extensions/agents",
-    ("grammar_compile_limits", "envs/forced.py", "resource.setrlimit(resource.RLIMIT_CPU, (4, 4))", "sys.exit()",
-     "test_forced.py::test_a_schema_that_cannot_be_enforced_is_refused"),
     ("grammar_read_back", "envs/forced.py", "if read != [name] or", "if",
      "test_forced.py::test_a_call_of_each_grammar_is_read_back"),
     ("compact_by_an_agent", "extensions/agents/origins.py", "if common[entry.record] < len(entry.messages)", "if True",
