@@ -3,6 +3,7 @@
 import copy
 import json
 import ssl
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -177,6 +178,8 @@ def test_the_switch_lets_requests_pass_unenforced(play, remembering):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_of_each_grammar_is_read_back(remembering, tokenizer, name):
     form, asked = FORMATS[name], Asked((), (TOOL,), forced=("look_up",))
+    with pytest.raises(RequestError):
+        grammar_of(asked, replace(form, parse=lambda text: iter(())), tokenizer, [2], "")
     if '{"x": "1"}' not in form.example:
         with pytest.raises(RequestError, match=r"env\.unenforced=\[tool_choice\]"):
             grammar_of(asked, form, tokenizer, [2], "")
