@@ -15,6 +15,7 @@ EXTRAS = {
     "opentelemetry": ["opentelemetry-sdk>=1.27,<2", "opentelemetry-exporter-otlp-proto-http>=1.27,<2"],
     "prometheus": ["prometheus-client>=0.20,<1"],
     "lora": ["peft>=0.15,<1"],
+    "bitsandbytes": ["bitsandbytes>=0.50,<0.51", "accelerate>=1.1,<2", "peft>=0.15,<1"],  # bases in 4 bits, moments in 8
     "vllm": ["vllm>=0.32,<0.33"],
     "reasoning": ["reasoning-gym>=0.1.25,<0.2"],
     "remote": ["grpcio>=1.66,<2", "protobuf>=5,<8"],
@@ -34,6 +35,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8.2,<10", "pytest-xdist>=3.6,<4", "ruff>=0.8,<1", "peft>=0.15,<1", "mcp>=2.3,<3", "bm25s>=0.2.10,<1",
         "llguidance>=1.7,<2",
+        "bitsandbytes>=0.50,<0.51", "accelerate>=1.1,<2",
         "openai>=2,<4", "openai-agents>=0.24,<1", "anthropic>=2.14,<3",
         "httpx>=0.27,<1", "grpcio>=1.66,<2", "grpcio-tools>=1.66,<2", "protobuf>=5,<8", "gymnasium>=1.0,<2",
         "textarena>=0.7.4,<0.8",
@@ -52,6 +54,7 @@ IN_ALL = (
     "opentelemetry",
     "prometheus",
     "lora",
+    "bitsandbytes",
     "reasoning",
     "remote",
     "gymnasium",

@@ -27,7 +27,8 @@ from rl4llm.compose import Given, build_trainer
 from rl4llm.compose.choices import check_choices, check_config, rate_warnings, warnings_of
 from rl4llm.compose.engines import build_client, check_engine, server_urls
 from rl4llm.compose.environments import make_env, make_prompts
-from rl4llm.compose.setup import Machine, Setup, set_up_torch
+from rl4llm.compose.models import build_model as build_trained
+from rl4llm.compose.setup import Machine, Setup, build_algorithm, set_up_torch
 from rl4llm.compose.supervised import dataset_renderer
 from rl4llm.compose.trainer import precision_of
 from rl4llm.config import load_config
@@ -44,6 +45,7 @@ from rl4llm.extensions.evaluate.play import evaluate
 from rl4llm.extensions.servers.sync.wrappers import ClaimingPublisher
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import BatchCallable, Clip, Gate, as_reward_function, score
+from rl4llm.runtime.quantized import nf4, quantized_layers
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": "4"} for i in range(4)]
 SHORT = {"name": "length", "unit": "chars", "max_length": 9, "margin": 2}
@@ -548,6 +550,59 @@ def test_escapes_that_a_shell_kept_are_reported():
     ):
         config = load_config(overrides=["model.path=m", override, "training.lr=1e-6"])
         assert len(warnings_of(config)) == expected, override
+
+
+def test_servers_with_another_base_are_reported_unless_corrected():
+    keys = ["model.path=m", "model.quantize=nf4", "model.lora.rank=2", "training.lr=1e-5", "sync.name=lora"]
+    assert len(warnings_of(load_config(overrides=keys))) == 1
+    assert warnings_of(load_config(overrides=[*keys, "algorithm.correction=tis"])) == []
+    assert warnings_of(load_config(overrides=[*keys, "sync.name=filesystem"])) == []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model.lora.rank": 0},
+        {
+            "model.quantize": "none",
+            "model.lora.rank": 0,
+            "training.optimizer": "adamw8bit",
+            "backend.name": "deepspeed",
+        },
+        {"backend.name": "deepspeed"},
+    ],
+)
+def test_4_bits_train_under_an_adapter_of_torch_alone(keys):
+    fitting = {"model.path": "m", "model.quantize": "nf4", "model.lora.rank": 2, "inference.name": "local"}
+    config = load_config(overrides=fitting)
+    check_choices(config, Given(), build_algorithm(config).needs())
+    config = load_config(overrides=fitting | keys)
+    with pytest.raises(ConfigError):
+        check_choices(config, Given(), build_algorithm(config).needs())
+
+
+def test_a_critic_does_not_start_from_files_in_4_bits(model, tokenizer, tmp_path):
+    pytest.importorskip(
+        "bitsandbytes", reason="bitsandbytes is not installed: pip install 'rl4llm[bitsandbytes]'"
+    )
+    model.save_pretrained(tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "model")
+    options = {"quantization_config": nf4(model, []), "device_map": {"": "cpu"}}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options).save_pretrained(tmp_path / "model")
+    keys = {
+        "model.path": str(tmp_path / "model"),
+        "model.device": "cpu",
+        "algorithm.name": "ppo",
+        "model.lora.rank": 2,
+    }
+    config = load_config(overrides=keys)
+    policy = build_trained(config, build_algorithm(config), "model")
+    assert quantized_layers(policy.model)
+    with pytest.raises(ModelError):
+        build_trained(config, build_algorithm(config), "critic")
+    config = load_config(overrides=keys | {"model.lora.rank": 0})
+    with pytest.raises(ModelError):
+        build_trained(config, build_algorithm(config), "model")
 
 
 def test_rate_that_a_program_sets_has_no_warning():

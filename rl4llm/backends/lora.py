@@ -20,6 +20,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import needed
 from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.runs.tensor_file import tensors_digest
+from rl4llm.runtime.quantized import QuantizedLinear, quantized_weights
 from rl4llm.runtime.ranks import whole
 from rl4llm.runtime.seeds import derive_seed
 
@@ -83,6 +84,7 @@ class LoraAdapter(BaseAdapter):
         for name, parameter in self.model.named_parameters():
             if not self._is_own(name):
                 yield name.replace(".base_layer", ""), parameter.detach()  # as before PEFT wrapped its layer
+        yield from quantized_weights(self.model)
 
     @torch.no_grad()
     def merged_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -100,6 +102,18 @@ class LoraAdapter(BaseAdapter):
                 change = torch.func.functional_call(_Delta(layer), matrices, ())
                 parameter = (whole(parameter) + change).to(parameter.dtype)
             yield name, parameter
+
+    @torch.no_grad()
+    def lost_by_merging(self) -> float:
+        """Return the share of the adapter's change that the dtype of merged weights rounds away, by Frobenius norms."""
+        lost, changed = torch.zeros(2, dtype=torch.float64)
+        for name, weight in self.base_parameters():
+            if (layer := self._adapted.get(name)) is not None:
+                change = layer.get_delta_weight(NAME).float()
+                rounded = (weight + change).to(weight.dtype).float() - weight.float()
+                lost += (rounded - change).square().sum().cpu()
+                changed += change.square().sum().cpu()
+        return float((lost / changed.clamp(min=1e-30)).sqrt())
 
     def check_merges(self) -> None:
         """Raise ConfigError if a layer adapts what is not a parameter of the plain model, or two adapt the same one."""
@@ -226,6 +240,7 @@ def _excluded(model: PreTrainedModel) -> set[str]:
     kinds = {(name.rpartition(".")[2], type(layer)): layer for name, layer in _inner_layers(model).items()}
     excluded: set[str] = set()
     for (name, _), layer in kinds.items():
+        layer = nn.Linear(1, 1) if isinstance(layer, QuantizedLinear) else layer  # PEFT wants a parameter
         part = nn.ModuleDict({name: layer})
         part.config = model.config
         try:

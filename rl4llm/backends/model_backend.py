@@ -28,6 +28,7 @@ from rl4llm.core.errors import CheckpointError, WeightsError
 from rl4llm.core.model_memory import FP32, ModelShape, Precision
 from rl4llm.core.types import TensorSpec
 from rl4llm.runs.tensor_file import TensorFile, write_tensors
+from rl4llm.runtime.quantized import quantized_layers
 from rl4llm.runtime.ranks import Ranks
 
 WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "backend.json"
@@ -155,11 +156,15 @@ class ModelBackend(BaseBackend):
 
     def info(self) -> dict[str, Any]:
         parameters = list(self._named_parameters().values())
+        packed = sum(
+            layer.in_features * layer.out_features for layer in quantized_layers(self.model).values()
+        )
         return {
             "architecture": type(self.model).__name__,
-            "parameters": sum(self._size(parameter) for parameter in parameters),
+            "parameters": packed + sum(self._size(parameter) for parameter in parameters),
             "trainable": sum(self._size(parameter) for parameter in parameters if parameter.requires_grad),
             "dtype": str(self.model.dtype).removeprefix("torch."),
+            **({"in 4 bits": packed} if packed else {}),
             "autocast": self._autocast,
             "device": str(self.device),
             "ranks": self._sharing(),
@@ -192,6 +197,13 @@ class ModelBackend(BaseBackend):
             )
         if self.adapter is not None and (names := self.adapter.excluded):
             warnings.append(f"The adapter leaves out {', '.join(sorted(names))}, which PEFT cannot adapt.")
+        experts = [
+            name for name, item in self._named_parameters().items() if item.dim() == 3 and 1 not in item.shape
+        ]
+        if experts and quantized_layers(self.model):
+            warnings.append(
+                f"{experts[0]} and {len(experts) - 1} others are experts, which stay in model.dtype."
+            )
         return warnings
 
     @cached_property

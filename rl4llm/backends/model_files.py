@@ -21,6 +21,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ATTRIBUTE = "_rl4llm_whole_checkpoint"
 ANOTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration|SequenceClassification)[A-Z]\w*$")
 QUANTIZED = ("quantization_config", "compression_config")
+READ = ("fp8", "mxfp4", "bitsandbytes")
 
 
 def model_directory(path: str | Path) -> str | Path:
@@ -33,13 +34,19 @@ def model_directory(path: str | Path) -> str | Path:
 
 
 def check_kind(path: str, config: PretrainedConfig, text_config: PretrainedConfig) -> None:
-    """Raise ModelError for anything but an unquantized causal language model, or a model around one."""
+    """Raise ModelError for anything but a causal language model, or a model around one, or if its weights cannot be read.
+
+    Weights in FP8 and MXFP4 are dequantized while transformers loads them; those of bitsandbytes stay in 4 bits.
+    """
     settings = [getattr(part, name, None) for part in (config, text_config) for name in QUANTIZED]
-    if any(settings):
-        raise ModelError(
-            f"model.path={path!r} is quantized: {next(filter(None, settings))!s:.200}. Use the checkpoint that was "
-            "quantized, such as the name without -FP8, -AWQ, -GPTQ or -bnb-4bit."
-        )
+    for setting in filter(None, settings):
+        method = setting.get("quant_method")
+        if text_config is not config or method not in READ or setting.get("load_in_8bit"):
+            raise ModelError(
+                f"model.path={path!r} is quantized: {setting!s:.200}. Use the checkpoint that was quantized, such as the "
+                "name without -FP8, -AWQ or -GPTQ."
+            )
+        setting["dequantize"] = True
     saved = (text_config.architectures or config.architectures or [type(text_config).__name__])[0]
     if type(text_config) not in AutoModelForCausalLM._model_mapping or ANOTHER_HEAD.search(saved):
         raise ModelError(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ from rl4llm.core.registry import load
 from rl4llm.core.types import TensorSpec
 from rl4llm.runtime.cpu import use_fast_linear, use_fast_norms
 from rl4llm.runtime.hub import hub_answers
+from rl4llm.runtime.quantized import nf4, quantize, quantized_weights, take_quantized
 from rl4llm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def load_model(
     shared_by: Ranks | None = None,
     *,
     values: bool = False,
+    nf4_skips: Sequence[str] | None = None,
 ) -> PreTrainedModel:
     """Return a causal language model in evaluation mode without dropout; raise ModelError when it cannot be loaded.
 
@@ -77,6 +80,8 @@ def load_model(
     "cpu" or `shared_by` for a backend that shards, since the whole model may not fit a GPU. With `values` a classifier is
     read without its score, see `load_value_head`.
 
+    With `nf4_skips`, even empty, linear layers other than these come to the device in 4 bits, one at a time.
+
     When the ranks `shared_by` will shard the weights, only the first rank reads them. On all ranks the model stays in CPU
     memory; on the others the memory of its matrices is untouched, so it takes no space."""
     dtype = _dtype(dtype)
@@ -84,10 +89,14 @@ def load_model(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(path_or_model, PreTrainedModel):
-        model = path_or_model.to(dtype)
+        model = path_or_model
+        take_quantized(model, dtype)
+        model.to(dtype)
+        if nf4_skips is not None:
+            quantize(model, nf4_skips, device)
         check_finite(model, model.name_or_path or type(model).__name__)
     elif shared_by is None:
-        model = _from_files(path_or_model, dtype, values)
+        model = _from_files(path_or_model, dtype, values, nf4_skips, device)
     else:
         model = _from_first(str(model_directory(path_or_model)), dtype, values, shared_by)
     without_dropout(model)
@@ -213,6 +222,12 @@ def stored_config(path: str) -> PretrainedConfig:
     return config
 
 
+def has_4_bits(path: str) -> bool:
+    """Return whether the files of a model are in 4 bits of bitsandbytes."""
+    setting = getattr(stored_config(path), "quantization_config", None) or {}
+    return bool(setting.get("load_in_4bit") or setting.get("_load_in_4bit"))  # the second of old files
+
+
 def stored_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer as it was saved, with a pad token or without; raise ModelError when there is none."""
     path = str(model_directory(path))
@@ -274,11 +289,22 @@ def _is_dropout(attribute: str, value: Any) -> bool:
     return isinstance(value, float) and value > 0 and attribute.endswith(("dropout", "pdrop"))
 
 
-def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTrainedModel:
+def _from_files(
+    path: str | Path,
+    dtype: torch.dtype,
+    values: bool,
+    nf4_skips: Sequence[str] | None = None,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
     path = str(model_directory(path))
     config, whole = _configs(path)
     scored = is_scored(path, config, values)
     reports = without_reports() if whole or scored else nullcontext()
+    stored, loading = getattr(config, "quantization_config", None), {}
+    if stored:  # in other bits, which are dequantized first
+        loading = {"device_map": {"": device if nf4_skips is None else "cpu"}}
+    elif nf4_skips is not None:
+        loading = {"device_map": {"": device}, "quantization_config": nf4(empty_model(path), nf4_skips)}
     with _reading("model", path), without_progress_bars(), reports:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -287,6 +313,7 @@ def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTraine
             output_loading_info=True,
             key_mapping=whole.key_mapping() if whole else None,
             use_safetensors=True,  # a pickle can run code
+            **loading,
             **hub_options(path),
         )
     refuse_adapted(model, path)
@@ -305,6 +332,9 @@ def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTraine
                 f"The weights in {path!r} do not fit its config.json: {len(names)} {kind.replace('_', ' ')}, "
                 f"{', '.join(names[:3])}. Copy the directory again from its source."
             )
+    take_quantized(model, dtype)
+    if stored and nf4_skips is not None:
+        quantize(model, nf4_skips, device)
     check_finite(model, path)
     setattr(model, ATTRIBUTE, whole)
     if whole:
@@ -315,7 +345,7 @@ def _from_files(path: str | Path, dtype: torch.dtype, values: bool) -> PreTraine
 
 def check_finite(model: nn.Module, name: str) -> None:
     """Raise ModelError for a weight with a NaN or an infinity, which would make every log-prob one."""
-    for key, tensor in model.named_parameters():
+    for key, tensor in chain(model.named_parameters(), quantized_weights(model)):
         if tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
             raise ModelError(f"The model {name!r} has a NaN or an infinity in {key}. Copy it again.")
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,16 @@ from torch.distributed.tensor import DTensor
 from rl4llm.core.errors import CheckpointError, ConfigError
 from rl4llm.core.registry import Registry
 from rl4llm.core.schema import Beta, Natural, NonNegative, check_fields
+from rl4llm.runtime.quantized import BLOCK, SMALL, adamw8bit
 from rl4llm.runtime.ranks import part, part_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+QUANTIZED = (
+    "state1",
+    "state2",
+    "absmax1",
+    "absmax2",
+)  # bitsandbytes' names: moments, and the scales of their blocks
 
 # share of the way from the end of the warm-up (0) to the last step (1) -> factor of the learning rate
 SCHEDULES: Registry[Callable[[float], float]] = Registry("training.schedule")
@@ -38,6 +46,7 @@ class OptimizerOptions:
     schedule: str = "constant"
     warmup_steps: Natural = 0
     total_steps: int | None = None
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         SCHEDULES[self.schedule]
@@ -93,7 +102,7 @@ class Optimizer:
             if params
         ]
         groups = groups or [{"params": []}]  # a model that never trains
-        self.adam = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
+        self.adam = _adam(groups, options, self.stepped.values())
 
     def step(self) -> dict[str, float]:
         """Clip, step, zero the gradients; non-finite gradients are discarded and counted as "skipped"."""
@@ -118,16 +127,17 @@ class Optimizer:
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return the moments by name, and how many steps each parameter has taken."""
         states = {name: self.adam.state[p] for name, p in self.stepped.items() if self.adam.state.get(p)}
-        moments = {f"{name}.{moment}": state[moment] for name, state in states.items() for moment in MOMENTS}
-        return moments, {name: int(state["step"].item()) for name, state in states.items()}
+        moments = {
+            f"{name}.{key}": state[key] for name, state in states.items() for key in self._shapes(name)
+        }
+        return moments, {name: int(state["step"]) for name, state in states.items()}
 
     def check(self, moments: Mapping[str, Tensor], steps: Mapping[str, int]) -> None:
         """Raise CheckpointError unless these are the moments and steps of these parameters."""
         for name in steps:
-            shapes = [
-                moments[key].shape if (key := f"{name}.{item}") in moments else None for item in MOMENTS
-            ]
-            if name not in self.parameters or {*shapes} != {self.parameters[name].shape}:
+            expected = self._shapes(name) if name in self.parameters else {"": None}
+            stored = {key: moments[place].shape for key in expected if (place := f"{name}.{key}") in moments}
+            if stored != expected:
                 raise CheckpointError(
                     f"The optimizer state does not fit {name}. It belongs to another model."
                 )
@@ -141,6 +151,9 @@ class Optimizer:
         self.adam.state.clear()
         for name, step in steps.items():
             parameter = self.stepped[name]
+            if self.options.optimizer != "adamw":
+                self._restore_quantized(name, moments, step)
+                continue
             self.adam.state[parameter] = {
                 "step": torch.tensor(float(step), device=parameter.device),
                 **{
@@ -156,14 +169,46 @@ class Optimizer:
         for each in (module, nn.ParameterList(self.masters.values())):
             each._apply(moved)
         for state in self.adam.state.values():
-            state.update({name: moved(value) for name, value in state.items()})
+            here = {name: item for name, item in state.items() if isinstance(item, Tensor)}
+            # bitsandbytes moves by itself what it pages
+            state.update({name: moved(item) for name, item in here.items() if not hasattr(item, "is_paged")})
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+    def _shapes(self, name: str) -> dict[str, torch.Size]:
+        """Return the shapes of a parameter's moments, by their keys."""
+        shape = self.parameters[name].shape
+        if self.options.optimizer == "adamw":
+            return dict.fromkeys(MOMENTS, shape)
+        shapes = dict.fromkeys(QUANTIZED[:2], shape)
+        if shape.numel() >= SMALL:
+            shapes |= dict.fromkeys(QUANTIZED[2:], torch.Size([-(-shape.numel() // BLOCK)]))
+        return shapes
+
+    def _restore_quantized(self, name: str, moments: Mapping[str, Tensor], step: int) -> None:
+        parameter = self.stepped[name]
+        self.adam.init_state(self.adam.param_groups[0], parameter, 0, 0)  # its memory may be paged
+        state = self.adam.state[parameter]
+        state["step"] = step
+        for key in self._shapes(name):
+            state[key].copy_(moments[f"{name}.{key}"])
 
     @torch.no_grad()
     def _round(self) -> None:
         for name, master in self.masters.items():
             part(self.parameters[name]).copy_(part(master))
+
+
+def _adam(groups: list[dict[str, Any]], options: OptimizerOptions, stepped: Iterable[Tensor]) -> Any:
+    """Return AdamW, with moments in the parameters' dtype or in 8 bits."""
+    numbers: dict[str, Any] = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **numbers, fused=True)
+    if any(isinstance(parameter, DTensor) for parameter in stepped):
+        raise ConfigError(
+            f"training.optimizer={options.optimizer} takes no sharded weights. Use backend.shard=ddp."
+        )
+    return adamw8bit(groups, paged=options.optimizer.startswith("paged"), **numbers)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -88,6 +88,7 @@ class TorchBackend(ModelBackend):
     """
 
     adapter: LoraAdapter | None = None
+    takes_low_bits = True
 
     def __init__(
         self,

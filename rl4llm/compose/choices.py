@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rl4llm.backends.models import stored_config
-from rl4llm.compose.engines import check_engine
+from rl4llm.compose.engines import check_engine, over_another_base
 from rl4llm.compose.environments import EnvKeys, check_env_options, weighed
 from rl4llm.compose.models import check_backend
 from rl4llm.compose.setup import Given, build_algorithm, demand_device, device_of
@@ -85,6 +85,9 @@ def _conflicts(config: Config, given: Given, needs: Needs) -> dict[str, Any]:
     return {
         "model.lora.targets and model.lora.alpha have no effect without an adapter. Set model.lora.rank, such as 16, or "
         "remove them.": not lora.rank and (lora.targets or lora.alpha),
+        "model.quantize=nf4 freezes the model. Set model.lora.rank, such as 16, or remove model.quantize.": (
+            config.model.quantize != "none" and not lora.rank
+        ),
         "model.vision=train cannot be combined with model.lora, which trains only text. Set model.vision=frozen.": (
             lora.rank and vision == "train"
         ),
@@ -141,7 +144,15 @@ def _conflicts(config: Config, given: Given, needs: Needs) -> dict[str, Any]:
 
 def warnings_of(config: Config) -> list[str]:
     """Return warnings about choices that are accepted."""
-    return [*rate_warnings(config), *_escapes(config)]
+    return [*rate_warnings(config), *_escapes(config), *_base_warnings(config)]
+
+
+def _base_warnings(config: Config) -> list[str]:
+    corrected = config.algorithm.get("correction") is not None
+    return [
+        "The servers' base may have more bits than the trainer's; mismatch/canary measures it at each weight sync. Set "
+        "algorithm.correction=tis, or start them with the same 4 bits (vLLM: --quantization bitsandbytes)."
+    ] * (over_another_base(config) and not corrected)
 
 
 def _escapes(config: Config) -> list[str]:

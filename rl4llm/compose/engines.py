@@ -108,7 +108,13 @@ def build_canary(setup: Setup, client: BaseClient) -> Canary:
     vision = vision_of(setup.config)
     image = CanaryImage(vision) if vision else None
     exact = setup.config.sync.tolerance or 0.0
-    return Canary(client.vocab_size, dtype=setup.machine.computed, tolerance=exact, image=image)
+    dtype = "nf4" if over_another_base(setup.config) else setup.machine.computed
+    return Canary(client.vocab_size, dtype=dtype, tolerance=exact, image=image)
+
+
+def over_another_base(config: Config) -> bool:
+    """Return whether servers get the adapter of a 4-bit base alone, and may have that base in more bits."""
+    return config.model.quantize != "none" and config.sync.name == "lora"
 
 
 def check_parts(setup: Setup, backend: BaseBackend) -> None:

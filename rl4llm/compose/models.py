@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl4llm.backends.models import load_model, load_tokenizer
+from rl4llm.backends.models import has_4_bits, load_model, load_tokenizer
 from rl4llm.compose.setup import Given, Machine, Setup, device_of, set_up_torch
 from rl4llm.config import Config
 from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
@@ -16,6 +16,7 @@ from rl4llm.core.errors import ConfigError, ModelError
 from rl4llm.core.registry import load
 from rl4llm.core.schema import check_options, with_options
 from rl4llm.core.tables import BACKENDS
+from rl4llm.runtime.quantized import quantized_layers
 from rl4llm.runtime.ranks import Ranks, join_ranks
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def build_policy(setup: Setup) -> BaseBackend:
     """Make the model that trains: the policy, or a reward or value model."""
     config, needs, loaded = setup.config, setup.needs, setup.given.model
     values, lora = needs.value_head, config.model.lora
-    model = _model_to_place(setup, loaded, values=values)
+    nf4_skips = None if config.model.quantize == "none" else config.model.quantize_skip
+    model = _model_to_place(setup, loaded, values=values, nf4_skips=nf4_skips)
     adapter = value_head = None
     if values:
         from rl4llm.backends.classifier import check_classifier, load_value_head  # noqa: PLC0415 - few runs need it
@@ -126,6 +128,11 @@ def check_backend(config: Config, needs: Needs) -> None:
     fixed |= _optimizer(config, 1, 1).keys()
     check_options("backend", backend, options, fixed)
     backend.check_trains(options, config.model.dtype)
+    if (config.model.quantize, config.training.optimizer) != ("none", "adamw") and not backend.takes_low_bits:
+        raise ConfigError(
+            f"backend.name={config.backend['name']} takes neither model.quantize nor a training.optimizer of 8 bits. Use "
+            "backend.name=torch."
+        )
     if config.inference.get("cohost"):
         reference = needs.separate_reference(adapter=config.model.lora.rank > 0)
         backend.check_leaves(options, config.model.dtype, reference=reference and device_of(config) != "cpu")
@@ -135,19 +142,28 @@ def _on_backend(setup: Setup, model: Any, **options: Any) -> BaseBackend:
     """Put a model on the configured backend."""
     backend_options, machine = dict(setup.config.backend), setup.machine
     make = BACKENDS[backend_options.pop("name")]
+    trains_all = options.get("trains", True) and options.get("adapter") is None
+    if quantized_layers(model) and (trains_all or not make.takes_low_bits):
+        raise ModelError(
+            f"{model.name_or_path} has weights in 4 bits, over which only an adapter trains. Set model.lora.rank=16 "
+            "and backend.name=torch; a critic needs other weights."
+        )
     fixed = {"autocast": machine.autocast, "ranks": machine.ranks, "device": machine.device}
     return with_options("backend", make, backend_options, model, **fixed, **options)
 
 
-def _model_to_place(setup: Setup, given: Any, path: str | None = None, *, values: bool = False) -> Any:
+def _model_to_place(setup: Setup, given: Any, path: str | None = None, **options: Any) -> Any:
     """Load a causal LM for the backend, which moves it to the device itself if ranks shard its weights."""
     ranks, backend = setup.machine.ranks, setup.config.backend
     shares = BACKENDS[backend["name"]].shares_weights(ranks, backend)
-    return plain_model(setup, given, path, shared_by=ranks if shares else None, values=values)
+    stored = given is None and has_4_bits(path or setup.config.model.path)
+    if shares and (stored or options.get("nf4_skips") is not None):
+        raise ConfigError("Ranks do not share weights in 4 bits. Use backend.shard=ddp.")
+    return plain_model(setup, given, path, shared_by=ranks if shares else None, **options)
 
 
 def plain_model(
-    setup: Setup, given: Any, path: str | None = None, *, shared_by: Ranks | None = None, values: bool = False
+    setup: Setup, given: Any, path: str | None = None, *, shared_by: Ranks | None = None, **options: Any
 ) -> Any:
     """Load a causal LM without a backend: the one given, that of `path`, or that of the configuration; see `load_model`."""
     config, vision = setup.config, vision_of(setup.config)
@@ -157,7 +173,7 @@ def plain_model(
         device=setup.machine.device,
         gradient_checkpointing=config.model.gradient_checkpointing,
         shared_by=shared_by,
-        values=values,
+        **options,
     )
     if vision is not None:
         trains = config.model.vision == "train"
@@ -170,6 +186,7 @@ def plain_model(
 def _optimizer(config: Config, passes: int, steps: int) -> dict[str, Any]:
     training = config.training
     return {
+        "optimizer": training.optimizer,
         "lr": training.lr,
         "weight_decay": training.weight_decay,
         "betas": tuple(training.betas),

@@ -43,6 +43,9 @@ class ModelConfig:
     # bfloat16: matrix products in bf16, weights in float32; auto: bfloat16 where the processor or GPU multiplies in it
     autocast: Literal["none", "bfloat16", "auto"] = "auto"
     device: str = "auto"  # auto: cuda where there is one
+    # nf4: linear layers stay frozen in 4 bits under an adapter, except `quantize_skip`; needs the extra `bitsandbytes`
+    quantize: Literal["none", "nf4"] = "none"
+    quantize_skip: list[str] = field(default_factory=list)  # names, or beginnings or ends of them
     gradient_checkpointing: bool = False
     pad_token: str | None = None  # for tokenizers without one
     # frozen: rows and tools may have images, and the image tower stays as in the files; train: it learns too; none: text
@@ -135,6 +138,8 @@ class MismatchConfig:
 class TrainingConfig:
     """How batches become optimizer steps."""
 
+    # the other two keep Adam's moments in 8 bits, paged_ in memory that a full GPU moves to the CPU
+    optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
     lr: NonNegative = 1e-6
     weight_decay: NonNegative = 0.0
     betas: list[Beta] = field(default_factory=lambda: [0.9, 0.95])

@@ -76,6 +76,7 @@ class BaseBackend(ABC):
 
     model: PreTrainedModel
     adapter: BaseAdapter | None = None
+    takes_low_bits: bool = False  # whether frozen weights may have 4 bits, and moments 8
     whole: bool = True  # whether this rank holds all of the weights, so that an engine in its process can read them in place
 
     @classmethod

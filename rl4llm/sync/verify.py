@@ -28,10 +28,11 @@ from rl4llm.runtime.seeds import derive_seed
 if TYPE_CHECKING:
     from rl4llm.data.vision import Vision
 
-BOUNDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05, "nf4": 1.0}
 """Largest accepted mean difference of log-probs (nats) by the dtype that the trainer computes in; the engine should use it
-too. It is wide, since the first comparison of a run does not know what is usual."""
-FLOORS = {"float32": 1e-5, "bfloat16": 0.04, "float16": 5e-3}
+too. It is wide, since the first comparison of a run does not know what is usual; "nf4" is for a base that the engine may
+have in more bits."""
+FLOORS = {"float32": 1e-5, "bfloat16": 0.04, "float16": 5e-3, "nf4": 0.04}
 """A mean difference of unlikely tokens (nats) that is rounding in any model, though an engine was closer at first: two bf16
 forwards of a real model of 30 layers differ by 0.03 to 0.06, even if their kernels agreed on the first weights."""
 FACTOR = 3.0
@@ -41,7 +42,7 @@ LEAP = 1.0
 most. Logits that large differ by rounding alone, so an engine with the right weights is beyond its tolerance too."""
 PEAK = 10.0  # how often the bound of the mean a single token may differ
 LEAST_UNCERTAINTY = 0.1  # below it, rounding does not shrink any more
-NOISE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-4}
+NOISE = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-4, "nf4": 1e-3}
 """A mean change of the trainer's log-probs (nats) that must show in an engine, if only in the last bit. In bf16 the
 smallest step changes the rounding everywhere, which moves them by about 0.04 nats in such a model."""
 SAMPLING_S = 60.0  # how long an engine may take to sample the tokens

@@ -26,9 +26,7 @@ def edit(file, **changes):
 
 
 def quantized(directory):
-    edit(
-        directory / "config.json", quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}
-    )
+    edit(directory / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
 
 
 def adapter_beside(directory):

@@ -117,3 +117,27 @@ def test_the_state_of_other_parameters_is_refused():
 def test_options_that_cannot_work_are_refused(options):
     with pytest.raises(ConfigError):
         OptimizerOptions(**options)
+
+
+@pytest.mark.parametrize("kind", ["adamw8bit", "paged_adamw8bit"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+def test_moments_of_8_bits_take_two_bytes_and_the_steps_of_adamw(kind):
+    pytest.importorskip(
+        "bitsandbytes", reason="bitsandbytes is not installed: pip install 'rl4llm[bitsandbytes]'"
+    )
+    weights = []
+    for optimizer in ("adamw", kind):
+        named = parameters((64, 100), (50,))
+        made = Optimizer(named, OptimizerOptions(lr=1e-3, weight_decay=0.1, optimizer=optimizer))
+        for step in range(20):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in named.values():
+                parameter.grad = torch.randn(parameter.shape, generator=generator) + 0.5
+            made.step()
+        weights.append(flat(named))
+    moved = (weights[0] - 1).abs().mean()
+    assert (weights[1] - weights[0]).abs().mean() < 0.05 * moved and not torch.equal(*weights)
+    moments, _ = made.state()
+    assert sum(item.nbytes for key, item in moments.items() if key.startswith("p0")) == 2 * 6400 + 2 * 25 * 4
+    with pytest.raises(CheckpointError):
+        Optimizer(parameters((64, 100), (50,)), OptimizerOptions(lr=1e-3)).restore(moments, {"p0": 20}, 20)

@@ -22,6 +22,7 @@ from rl4llm.inference.embedded.model_decode import Layers
 from rl4llm.inference.embedded.precision import Projections, adapted
 from rl4llm.inference.embedded.rows import Decoder
 from rl4llm.runtime.cpu import FastLinear
+from rl4llm.runtime.quantized import QuantizedLinear
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 CHANGING_ROPE = ("dynamic", "longrope")
@@ -257,7 +258,7 @@ def _layer(layer: Any, autocast: torch.dtype | None) -> Layer:
 
 def _projections(modules: Sequence[Any], autocast: torch.dtype | None) -> Projections:
     for module in modules:
-        if type(adapted(module)[0]) not in (nn.Linear, FastLinear):
+        if type(adapted(module)[0]) not in (nn.Linear, FastLinear, QuantizedLinear):
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise UnsupportedModelError(
                 f"a projection is a {kind}, not a plain nn.Linear with at most one plain adapter"

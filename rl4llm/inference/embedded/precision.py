@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rl4llm.core.images import IMAGE_SIDE
 from rl4llm.runtime.cpu import PackedLinear, linear
+from rl4llm.runtime.quantized import QuantizedLinear
 
 
 class AutocastCopy:
@@ -71,15 +72,18 @@ class Projections:
     """The projections of one input. Copied weights make one product, and `refresh` copies them when they have changed.
 
     Autocast casts weights in each pass, which for one token per row takes longer than the products. The products of
-    adapters are added; on copies that takes two products for all of them.
+    adapters are added; on copies that takes two products for all of them. Weights in 4 bits are not copied, which would take
+    four times their memory, but dequantized in each pass.
     """
 
     def __init__(self, modules: Sequence[Any], autocast: torch.dtype | None):
         plain, lows = zip(*map(adapted, modules), strict=True)
-        self.weights = [module.weight for module in plain]
+        self._plain = plain
+        self._dequantizes = any(isinstance(module, QuantizedLinear) for module in plain)
+        self.weights = [_stored(module) for module in plain]
         self.biases = [module.bias for module in plain]
         self._lows: tuple[LowRank | None, ...] = lows
-        self._sizes = [len(weight) for weight in self.weights]
+        self._sizes = [module.out_features for module in plain]
         self._autocast = autocast
         self._copied: PackedLinear | None = None
         self._low: tuple[Tensor, Tensor] | None = None
@@ -93,24 +97,32 @@ class Projections:
         """Copy the weights again if this computes in another dtype than theirs."""
         if self._autocast is None:
             return
-        weight_ND = torch.cat([weight.to(self._autocast) for weight in self.weights])
-        parts = zip(self.weights, self.biases, strict=True)
-        zeros = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
-        bias_N = torch.cat(zeros).to(self._autocast) if any(x is not None for x in self.biases) else None
-        self._copied = PackedLinear(weight_ND, bias_N)
+        if not self._dequantizes:
+            weight_ND = torch.cat([weight.to(self._autocast) for weight in self.weights])
+            parts = zip(self.weights, self.biases, strict=True)
+            zeros = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
+            bias_N = torch.cat(zeros).to(self._autocast) if any(x is not None for x in self.biases) else None
+            self._copied = PackedLinear(weight_ND, bias_N)
         if any(self._lows):
             self._low = self._joined_lows(self._autocast)
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        if self._copied is not None:
+        if self._autocast is not None:
             x = x.to(self._autocast)
-            y = self._copied(x)
+            y = self._dequantized(x) if self._copied is None else self._copied(x)
             if self._low is not None:
                 down_RD, up_NR = self._low
                 y = y + F.linear(F.linear(x, down_RD), up_NR)
             return y.split(self._sizes, dim=-1)
-        parts = zip(self.weights, self.biases, self._lows, strict=True)
-        return [_adapt(linear(x, weight, bias), x, low) for weight, bias, low in parts]
+        parts = zip(self._plain, self.biases, self._lows, strict=True)
+        return [_adapt(linear(x, module.weight, bias), x, low) for module, bias, low in parts]
+
+    def _dequantized(self, x: Tensor) -> Tensor:
+        parts = zip(self._plain, self.biases, strict=True)
+        biased = (
+            (module.weight.to(x.dtype), bias if bias is None else bias.to(x.dtype)) for module, bias in parts
+        )
+        return torch.cat([F.linear(x, weight, bias) for weight, bias in biased], dim=-1)
 
     def _joined_lows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return one `down` for all adapters, and one `up` with theirs as blocks, which includes the scaling."""
@@ -124,6 +136,12 @@ class Projections:
                 column += rank
             row += size
         return down_RD, up_NR
+
+
+def _stored(module: Any) -> Tensor:
+    """Return the tensor that a layer keeps its weight in."""
+    stored: Tensor = getattr(module, "packed" if isinstance(module, QuantizedLinear) else "weight")
+    return stored
 
 
 def _adapt(y: Tensor, x: Tensor, low: LowRank | None) -> Tensor:
