@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FP32 = 4
+NF4 = (
+    1 / 2 + 1 / 64 + 4 / (64 * 256)
+)  # a weight, a byte of scale for 64 of them, an fp32 scale for 256 of these
+INT8 = 1 + 4 / 256  # a number of a moment, and an fp32 scale for 256 of them
 ONE_SEQUENCE = "server's KV cache of one sequence"
 
 
@@ -15,12 +19,13 @@ ONE_SEQUENCE = "server's KV cache of one sequence"
 class Precision:
     """Bytes of a number: `weights` of what is stored and of what stands between layers, `computed` inside the layers.
 
-    `gpu` says whether a GPU computes, which works on larger pieces.
+    `moments` are those of one of Adam's two moments. `gpu` says whether a GPU computes, which works on larger pieces.
     """
 
     weights: int = FP32
     autocast: bool = False
     gpu: bool = False
+    moments: float = FP32
 
     @classmethod
     def of(cls, dtype: str, autocast: str = "none", *, gpu: bool = False) -> Precision:
@@ -37,8 +42,9 @@ class Precision:
 class ModelShape:
     """Sizes of a decoder-only model, in numbers, not bytes.
 
-    `linear` counts the weights of linear layers, which autocast copies; `root` those outside the layers, of embeddings, head
-    and last norm; `layer` those of one layer. `gated` says whether the MLP multiplies two projections, as Llama's does.
+    `linear` counts the weights of linear layers, which autocast copies, and `packed` those in 4 bits, which it does not;
+    `root` those outside the layers, of embeddings, head and last norm; `layer` those of one layer. `gated` says whether the
+    MLP multiplies two projections, as Llama's does.
     """
 
     name: str
@@ -55,6 +61,7 @@ class ModelShape:
     vocabulary: int
     gated: bool
     adapter: int = 0
+    packed: int = 0
 
     def layer_activations(self, precision: Precision, tokens: int, keys: int) -> int:
         """Return the bytes that one layer keeps for its backward pass, counted from the saved tensors of a Llama layer.
@@ -127,18 +134,22 @@ class ModelMemory:
         """Return the memory of a whole model on one rank: weights and, where it `trains`, gradients and Adam's two moments
         (Kingma & Ba 2015, algorithm 1), which are fp32 when the optimizer steps. Weights of 16 bits have fp32 masters too.
         An adapter is always fp32; its base has neither gradients nor moments."""
-        base, adapter = shape.parameters * precision.weights, shape.adapter * FP32 if trains else 0
+        base = (shape.parameters - shape.packed) * precision.weights + round(shape.packed * NF4)
+        adapter = shape.adapter * FP32 if trains else 0
         trained = (shape.adapter or shape.parameters) * FP32 if trains else 0
         masters = trained if precision.weights < FP32 and not adapter else 0
+        moments = round(2 * trained / FP32 * precision.moments)
+        dequantized = shape.hidden * shape.mlp if shape.packed else 0  # the largest layer while it computes
         return cls(
             weights=base + adapter,
             gradients=trained,
-            optimizer=masters + 2 * trained,
+            optimizer=masters + moments,
             whole=base + adapter,
             piece=max(shape.root, shape.layer) * precision.weights,
-            saved=3 * trained,
+            saved=trained + moments,
             # Autocast keeps a copy of each weight of a linear layer until the pass is over.
-            casts=2 * shape.linear if precision.autocast else 0,
+            casts=(2 * (shape.linear + dequantized) if precision.autocast else 0)
+            + dequantized * precision.weights,
         )
 
 

@@ -10,9 +10,10 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.runner import TokenNumbers
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.compose.models import BACKENDS
-from rl4llm.core.model_memory import Precision
+from rl4llm.core.model_memory import INT8, Precision
 from rl4llm.core.types import TrainBatch
 from rl4llm.extensions.inspect.plan.shape import shape_of
+from rl4llm.runtime.quantized import quantized_layers
 from rl4llm.runtime.ranks import Ranks
 
 FLOAT32, BFLOAT16 = Precision.of("float32"), Precision.of("bfloat16")
@@ -107,6 +108,30 @@ def test_a_checkpoint_is_as_large_as_a_backend_says(model, tmp_path, rank, dtype
     held = [*optimizer.masters.values(), *optimizer.state()[0].values()]
     assert sum(tensor.nbytes for tensor in model.parameters()) == planned.weights
     assert sum(tensor.nbytes for tensor in held) == planned.optimizer
+
+
+def test_a_base_in_4_bits_and_8_bit_moments_take_what_is_planned(llama):
+    pytest.importorskip(
+        "bitsandbytes", reason="bitsandbytes is not installed: pip install 'rl4llm[bitsandbytes]'"
+    )
+    model = load_model(llama, nf4_skips=["down_proj"], device="cpu")
+    backend = TorchBackend(model, adapter=add_adapter(model, rank=128), lr=1e-3, optimizer="adamw8bit")
+    shape = shape_of(load_model(llama), lora_rank=128, nf4_skips=["down_proj"])
+    planned = TorchBackend.memory(shape, Precision(moments=INT8), {})
+    layers = quantized_layers(model).values()
+    assert shape.packed == sum(layer.in_features * layer.out_features for layer in layers)
+    scales = sum(layer.state.absmax.nbytes + layer.state.state2.absmax.nbytes for layer in layers)
+    weights = (
+        sum(item.nbytes for item in model.parameters())
+        + sum(layer.packed.nbytes for layer in layers)
+        + scales
+    )
+    assert weights == pytest.approx(planned.weights, rel=1e-3)
+    for parameter in backend.stepped.values():
+        parameter.grad = torch.ones_like(parameter)
+    backend.optim_step()
+    moments = backend.optimizer.state()[0].values()
+    assert sum(item.nbytes for item in moments) == pytest.approx(planned.optimizer, rel=1e-3)
 
 
 def test_ranks_share_what_their_zero_stage_says(model):

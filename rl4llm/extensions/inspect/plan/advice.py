@@ -62,7 +62,13 @@ def _candidates(plan: RunPlan) -> Iterator[dict[str, Any]]:
         yield {"model.vision": "frozen"}
     if not config.model.lora.rank and config.training.lr:
         yield {"model.lora.rank": 16, "training.lr": float(f"{FASTER * config.training.lr:.3g}")}
-    if config.model.dtype == "float32":
+    yield from _fewer_bits(config.model)
+
+
+def _fewer_bits(model: Any) -> Iterator[dict[str, Any]]:
+    if model.lora.rank and model.quantize == "none":
+        yield {"model.quantize": "nf4"}
+    if model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}
 
 

@@ -15,7 +15,7 @@ from rl4llm.backends.heads import head_memory
 from rl4llm.backends.tower import FEATURE_BYTES, TOGETHER
 from rl4llm.compose.engines import server_urls
 from rl4llm.compose.setup import Setup
-from rl4llm.core.model_memory import EngineLoad, ModelMemory, ModelShape
+from rl4llm.core.model_memory import INT8, EngineLoad, ModelMemory, ModelShape
 from rl4llm.core.tables import BACKENDS, ENGINES
 from rl4llm.core.types import TrainBatch
 from rl4llm.data.images import KEPT
@@ -66,6 +66,8 @@ class Memory:
         self.config, self.counts, self.models, self.ranks = setup.config, counts, models, ranks
         self.needs = setup.needs
         self.on_gpu, self.precision = setup.machine.on_gpu, setup.machine.precision
+        if setup.config.training.optimizer != "adamw":
+            self.precision = replace(self.precision, moments=INT8)
         self.trained = models.tower if setup.config.model.vision == "train" else None
         self.frozen = models.tower if self.trained is None else None
         self.policy = self._held(models.policy)

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from rl4llm.backends.models import empty_model
+from rl4llm.backends.models import empty_model, has_4_bits
 from rl4llm.compose.choices import check_choices
 from rl4llm.compose.setup import Machine, Setup, demand_device
 from rl4llm.compose.supervised import with_steps
@@ -115,7 +115,9 @@ def _models(setup: Setup, policy: Any) -> Models:
     config, needs = setup.config, setup.needs
     lora = config.model.lora
     plain = shape_of(policy)
-    trained = shape_of(policy, lora_rank=lora.rank, lora_targets=lora.targets) if lora.rank else plain
+    nf4 = config.model.quantize != "none" or has_4_bits(config.model.path)
+    skips = config.model.quantize_skip if nf4 else None
+    trained = shape_of(policy, lora_rank=lora.rank, lora_targets=lora.targets, nf4_skips=skips)
     reference = critic = None
     if needs.separate_reference(adapter=lora.rank > 0):
         reference = plain if needs.reference_path is None else read_shape(needs.reference_path)

@@ -13,6 +13,7 @@ from rl4llm.backends.models import empty_model
 from rl4llm.backends.tower import empty_image_side
 from rl4llm.core.model_memory import FP32, ModelShape
 from rl4llm.data.vision import fixed_tokens
+from rl4llm.runtime.quantized import convertible
 
 
 def read_shape(path: str, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()) -> ModelShape:
@@ -20,8 +21,17 @@ def read_shape(path: str, *, lora_rank: int = 0, lora_targets: Sequence[str] = (
     return shape_of(empty_model(path), lora_rank=lora_rank, lora_targets=lora_targets)
 
 
-def shape_of(model: Any, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()) -> ModelShape:
-    """Return the sizes of a model, which may be on the meta device, and of its adapter of rank `lora_rank`."""
+def shape_of(
+    model: Any,
+    *,
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
+    nf4_skips: Sequence[str] | None = None,
+) -> ModelShape:
+    """Return the sizes of a model, which may be on the meta device, and of its adapter of rank `lora_rank`.
+
+    With `nf4_skips`, even empty, linear layers other than these are in 4 bits.
+    """
     config = model.config.get_text_config()
     widest = max(map(_attention, _layers(config)), key=lambda sizes: (sizes[0] + 2 * sizes[1]) * sizes[2])
     heads, kv_heads, head_dim = widest  # by a token's queries, keys and values
@@ -32,11 +42,14 @@ def shape_of(model: Any, *, lora_rank: int = 0, lora_targets: Sequence[str] = ()
         if any(part.isdecimal() for part in name.split("."))
     )
     total, layers = sum(parameter.numel() for parameter in model.parameters()), config.num_hidden_layers
-    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+    linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    in_4_bits = () if nf4_skips is None else convertible(model, nf4_skips).values()
+    packed = sum(module.weight.numel() for module in in_4_bits)
     return ModelShape(
         name=type(model).__name__,
         parameters=total,
-        linear=sum(module.weight.numel() for module in linear),
+        linear=linear - packed,
+        packed=packed,
         root=total - inner,
         layer=inner // layers,
         layers=layers,
