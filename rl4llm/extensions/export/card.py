@@ -37,6 +37,8 @@ SERVERS = """\
 vllm serve . --generation-config vllm  # in the directory of this file, or with its name on the hub
 python -m sglang.launch_server --model-path . --sampling-defaults openai --port 8000
 curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d @request.json"""
+OVER_BASE = """\
+vllm serve {0} --quantization bitsandbytes --enable-lora --max-lora-rank 512 --lora-modules trained=."""
 LOADS = """\
 from transformers import AutoTokenizer, {0}
 
@@ -58,7 +60,8 @@ def write_card(directory: Path, config: Config, step: int, run: RunDir) -> None:
     base_card: Any = {}
     with suppress(ValueError, yaml.YAMLError):  # a card without readable metadata
         base_card = ModelCard(source.decode() if source else "").data.to_dict()
-    architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
+    file = directory / "config.json"  # an adapter has none
+    architecture = json.loads(file.read_text())["architectures"][0] if file.is_file() else ""
     systems = _systems(run, next(iter(config.environments)))
     card = model_card(config, step, read_jsonl(run.eval_file), base_card, architecture, systems)
     card.save(directory / CARD)
@@ -104,7 +107,7 @@ def model_card(
         for part, keys in parts.items():
             lines += [f"### {part}\n"] if part else []
             lines += _request(keys, (systems or {}).get(part, ()), written)
-        lines += ["## Use\n", *_block("bash", SERVERS)]
+        lines += ["## Use\n", *_block("bash", SERVERS if architecture else OVER_BASE.format(base))]
     lines += _block("python", code)
     sections = config.stored()
     settings = {key: sections[key] for key in ("algorithm", "rollout", "training", "seed", "max_steps")}

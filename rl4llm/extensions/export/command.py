@@ -20,6 +20,8 @@ def add(commands: Any) -> None:
     command.add_argument("run_dir", type=Path, metavar="RUN", help="the output.dir of a run")
     command.add_argument("--out", required=True, type=Path, help="output directory (must not exist)")
     command.add_argument("--step", type=int, help="step of the checkpoint to export (default: latest)")
+    merge = "merge the adapter into a base in 4 bits too, in model.dtype (default: the adapter alone)"
+    command.add_argument("--merge", action="store_true", help=merge)
     add_overrides(command, "key.sub=value", "override a key, such as a model.path that has moved")
     add_json(command)
 
@@ -27,9 +29,11 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.export.export import export
 
-    checkpoint = export(arguments.run_dir, arguments.out, step=arguments.step, overrides=arguments.overrides)
+    notes: list[str] = []
+    options = {"step": arguments.step, "overrides": arguments.overrides, "merge": arguments.merge}
+    checkpoint = export(arguments.run_dir, arguments.out, **options, note=notes.append)
     if arguments.json:
-        write_json({"out": str(arguments.out), "step": checkpoint.step})
+        write_json({"out": str(arguments.out), "step": checkpoint.step, "notes": notes})
     else:
-        show(f"The model after step {checkpoint.step} is in {arguments.out}")
+        show(f"The model after step {checkpoint.step} is in {arguments.out}", *notes)
     return 0

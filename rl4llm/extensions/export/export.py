@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rl4llm.backends.models import load_tokenizer, stored_config
 from rl4llm.backends.source_form import save_tokenizer
@@ -14,13 +15,23 @@ from rl4llm.core.errors import ConfigError, ModelError, RunDirError
 from rl4llm.extensions.export.card import write_card
 from rl4llm.runs.checkpoint import Checkpoint, latest_checkpoint, read_checkpoint
 from rl4llm.runs.run_dir import RunDir, replace_directory
+from rl4llm.runtime.quantized import quantized_layers
 
 
 def export(
-    run_dir: Path, target: Path, *, step: int | None = None, overrides: Sequence[str] = ()
+    run_dir: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    overrides: Sequence[str] = (),
+    merge: bool = False,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Checkpoint:
     """Write a checkpoint of a run, the last or that of `step`, as a Hugging Face directory with tokenizer, chat template and
-    a model card; an adapter is merged. Returns the checkpoint.
+    a model card. Returns the checkpoint.
+
+    An adapter is merged; that of a base in 4 bits is written as a PEFT directory, and merged into the dequantized weights
+    only with `merge`. Then `note` gets what rounding costs.
 
     One process with plain torch does, whatever backend and however many ranks it ran on. `overrides` change keys of its
     configuration, such as a model.path that has moved. Raises RunDirError where there is no run or no such checkpoint.
@@ -37,14 +48,19 @@ def export(
     config = replace(config, model=replace(config.model, path=_model_of(config.model.path, run.path)))
     tokenizer = load_tokenizer(config.model.path, pad_token=config.model.pad_token)
     algorithm = build_algorithm(config)
-    model = build_model(config, algorithm, "model")
+    model: Any = build_model(config, algorithm, "model")  # that of torch
     model.load(checkpoint.path / "model")
     if algorithm.needs().value_head:
         model.model.config.pad_token_id = tokenizer.pad_token_id
 
+    alone = bool(quantized_layers(model.model)) and not merge
+    if merge and model.adapter is not None:
+        share = model.adapter.lost_by_merging()
+        note(f"Merged in {config.model.dtype}: rounding takes {share:.1%} of what the adapter changes.")
+
     def write(directory: Path) -> None:
         save_tokenizer(tokenizer, directory)
-        model.export(directory)
+        (model.write_adapter if alone else model.export)(directory)
         write_card(directory, config, checkpoint.step, run)
 
     replace_directory(target, write, model.exported_bytes)

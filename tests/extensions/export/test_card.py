@@ -5,9 +5,11 @@ import re
 import shutil
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
 
+from rl4llm.backends.models import load_model
 from rl4llm.compose import build_trainer
 from rl4llm.config import load_config
 from rl4llm.extensions.export.card import model_card
@@ -147,3 +149,21 @@ def test_card_loads_the_model_as_what_it_is(architecture, pipeline, loader):
     card = model_card(config, 1, architecture=architecture)
     assert card.data.pipeline_tag == pipeline and f"import AutoTokenizer, {loader}\n" in card.text
     assert ("vllm serve" in card.text) == ("## Prompt" in card.text) == (pipeline != "text-classification")
+
+
+def test_an_adapter_over_4_bits_is_exported_alone_or_merged(base, tmp_path):
+    pytest.importorskip(
+        "bitsandbytes", reason="bitsandbytes is not installed: pip install 'rl4llm[bitsandbytes]'"
+    )
+    model = {"path": str(base), "dtype": "bfloat16", "quantize": "nf4", "lora": {"rank": 2}}
+    run, out = trained(base, tmp_path, model=model, training={"lr": 0.1, "optimizer": "adamw8bit"})
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= {
+        file.name for file in out.iterdir()
+    }
+    assert not (out / "model.safetensors").exists() and "--enable-lora" in (out / "README.md").read_text()
+    adapter = json.loads((out / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["base_model_name_or_path"]) == (2, str(base))
+    notes = []
+    export(run, tmp_path / "merged", merge=True, note=notes.append)
+    assert len(notes) == 1 and "bfloat16" in notes[0]
+    assert load_model(tmp_path / "merged", dtype="bfloat16", device="cpu").dtype == torch.bfloat16
