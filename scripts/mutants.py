@@ -773,6 +773,19 @@ WORKSPACES = _of(
      "test_network.py::test_the_proxy_refuses_what_is_not_on_its_list"),
 )  # fmt: skip
 
+CHAT = _of(
+    "extensions/evaluate",
+    "tests/extensions/evaluate",
+    ("chat_prompt", "chat.py", '[*self._row["messages"], question]', "[question]",
+     "test_chat.py::test_a_line_has_the_tokens_of_the_same_question_in_training"),
+    ("chat_history", "chat.py", "if self._state is not None and self._continues:", "if False:",
+     "test_chat.py::test_lines_append_tokens_until_the_reset"),
+    ("chat_tools_open", "chat.py", "lambda sample: None", "self._env.end_episode",
+     "test_chat.py::test_an_episode_lasts_as_long_as_the_conversation"),
+    ("chat_weights", "chat.py", "checkpoint.step >= config.max_steps", "checkpoint.step",
+     "test_chat.py::test_an_unfinished_run_answers_with_its_last_checkpoint"),
+)  # fmt: skip
+
 MUTANTS = {
     mutant.name: mutant
     for mutant in chain(
@@ -798,5 +811,6 @@ MUTANTS = {
         COMPOSE,
         TINKER,
         COMPAT,
+        CHAT,
     )
 }

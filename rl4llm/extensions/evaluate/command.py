@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ def add(commands: Any) -> None:
         "rl4llm eval gsm8k,math500,humaneval,ifeval --model Qwen/Qwen2.5-0.5B-Instruct --out before.json",
         "rl4llm eval gsm8k --model exported/ --limit 200 --compare before.json inference.name=vllm",
         "rl4llm eval configs/gsm8k_grpo.yaml eval.limit=null --out before.json",
+        'rl4llm eval configs/quickstart.yaml --ask "Ann has 37 coins and gets 48 more?"',
         "rl4llm eval configs/gsm8k_grpo.yaml eval.temperature=0.8 --samples 8 --k 1,4,8",
         "rl4llm eval configs/gsm8k_grpo.yaml eval.limit=null --compare before.json --fail-if-worse",
         "rl4llm eval configs/gsm8k_grpo.yaml eval.path=math500.jsonl data.prompt_column=problem "
@@ -44,6 +46,9 @@ def add(commands: Any) -> None:
     )
     command.add_argument(
         "--model", metavar="PATH", help="measure this model and no run: a directory, or a name on the hub"
+    )
+    command.add_argument(
+        "--ask", metavar="QUESTION", help="print the answer to one question instead, as `rl4llm chat` does"
     )
     command.add_argument("--limit", type=int, metavar="N", help="only the first N problems")
     command.add_argument(
@@ -70,6 +75,8 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.ask is not None:
+        return _asked(arguments)
     ks = arguments.k or sorted({1, max(1, arguments.samples)})
     arguments.samples = max(arguments.samples, *ks)
     _check(arguments)
@@ -93,6 +100,21 @@ def run(arguments: argparse.Namespace) -> int:
     if count := other_questions(report.problems, baseline):
         say(f"{count} problems have the same id in {arguments.compare}, but another question.")
     return _compared(arguments, report, before, changed)
+
+
+def _asked(arguments: argparse.Namespace) -> int:
+    """Print the answer to a question, or all messages after it as JSON; return the exit code."""
+    from rl4llm.extensions.evaluate.chat import conversation
+    from rl4llm.extensions.evaluate.chat_command import answered
+
+    with ExitStack() as stack:
+        with meanwhile():
+            opened = conversation(arguments.config, arguments.overrides, model=arguments.model)
+            talk = stack.enter_context(opened)
+        if not arguments.json:
+            return answered(talk, arguments.ask)
+        write_json([message.to_dict() for message in talk.ask(arguments.ask)])
+    return 0
 
 
 def _compared(

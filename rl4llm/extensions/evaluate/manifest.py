@@ -2,7 +2,8 @@
 
 PROVIDES = {
     "rl4llm.commands": {
+        "chat": "rl4llm.extensions.evaluate.chat_command",
         "collect": "rl4llm.extensions.evaluate.collect_command",
         "eval": "rl4llm.extensions.evaluate.command",
-    }
+    },
 }

@@ -57,12 +57,15 @@ class Evaluation:
         return {name: getattr(self, name) for name in ("model", "step", "samples", "temperature", "seed")}
 
 
-def load(path: str, overrides: Sequence[str]) -> Config:
-    """Return the configuration of a file. The config.yaml of a run means that run, even if its directory has moved."""
+def load(path: str, overrides: Sequence[str], *, of_run: bool = False) -> Config:
+    """Return the configuration of a file. The config.yaml of a run means that run, even if its directory has moved.
+
+    With `of_run` it may lack environment variables, see `load_config`.
+    """
     beside = RunDir(Path(path).parent)
     if Path(path) == beside.config_file and beside.run_file.is_file():
         overrides = [f"output.dir={beside.path}", *overrides]
-    return load_config(path, overrides)
+    return load_config(path, overrides, of_run=of_run)
 
 
 def evaluate(
@@ -81,7 +84,7 @@ def evaluate(
         )
     learns_from = "episodes" if given else _learns_from(config)
     checkpoint = _checkpoint(config) if of_run and given is None else None
-    with _at_work(_only_held_out(config), checkpoint, given) as trainer, _reporting(trainer):
+    with at_work(_only_held_out(config), checkpoint, given) as trainer, _reporting(trainer):
         if given is None and learns_from == "episodes":
             _compare_rows(config, trainer.evaluation)
         result = trainer.play_held_out(samples)
@@ -105,7 +108,7 @@ def collect(config: Config, prompts: int) -> Generator[Trajectory]:
     them raise TooManyFailuresError, as in training. A prompt that comes again gets other seeds.
     """
     played: Counter[int] = Counter()
-    with _at_work(replace(config, eval=replace(config.eval, every=0)), _checkpoint(config)) as trainer:
+    with at_work(replace(config, eval=replace(config.eval, every=0)), _checkpoint(config)) as trainer:
         for begin in range(0, prompts, trainer.prompts.batch_size):
             rows = trainer.prompts.next_batch(min(trainer.prompts.batch_size, prompts - begin))
             result = trainer.rollout.play(
@@ -127,9 +130,7 @@ def _checkpoint(config: Config) -> Checkpoint | None:
 
 
 @contextmanager
-def _at_work(
-    config: Config, checkpoint: Checkpoint | None, given: Given | None = None
-) -> Iterator[RLTrainer]:
+def at_work(config: Config, checkpoint: Checkpoint | None, given: Given | None = None) -> Iterator[RLTrainer]:
     """Yield a trainer with the weights of a checkpoint or, without one, of `model.path`, published to its engine.
 
     The run's files stay unchanged, so this works while the run trains, except through the same server.
