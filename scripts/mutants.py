@@ -773,6 +773,15 @@ WORKSPACES = _of(
      "test_network.py::test_the_proxy_refuses_what_is_not_on_its_list"),
 )  # fmt: skip
 
+PANEL = _of(
+    "extensions/view",
+    "tests/extensions/view",
+    ("panel_origin", "server.py", " or urlsplit(origin).netloc != request.host", "",
+     "test_server.py::test_only_the_page_itself_talks_to_a_model"),
+    ("panel_token", "server.py", "    if token:\n        app[CHAT]", "    if True:\n        app[CHAT]",
+     "test_server.py::test_only_the_page_itself_talks_to_a_model"),
+)  # fmt: skip
+
 CHAT = _of(
     "extensions/evaluate",
     "tests/extensions/evaluate",
@@ -812,5 +821,6 @@ MUTANTS = {
         TINKER,
         COMPAT,
         CHAT,
+        PANEL,
     )
 }

@@ -6,4 +6,5 @@ PROVIDES = {
         "collect": "rl4llm.extensions.evaluate.collect_command",
         "eval": "rl4llm.extensions.evaluate.command",
     },
+    "rl4llm.parts": {"conversation": "rl4llm.extensions.evaluate.chat:conversation"},
 }

@@ -1,4 +1,4 @@
-"""The page's server: on loopback only, and read-only.
+"""The page's server: on loopback only. It reads runs, and answers the panel that talks to their models.
 
     GET /                                the page; its modules and styles are under /page/
     GET /api/runs                        a description of each run, and which ones are a band
@@ -7,10 +7,12 @@
     GET /api/runs/0/episodes?from=N&generation=G      rows of the list of episodes from row N
     GET /api/runs/0/episodes/N?generation=G           one episode, the text of its tokens and its images
     GET /api/runs/0/search?q=TEXT&generation=G        numbers of the episodes that contain the text
+    POST /api/runs/0/chat  {"line": TEXT}             the messages that follow a line; null ends the conversation
 
 Only requests to an address are answered, see `rl4llm.runtime.rebinding`, and nothing is shared with other origins. Other
 users of this machine can reach loopback too. So each start creates a token; the address contains it once, and a cookie
-stores it.
+stores it. Without the token nobody talks to a model, whose tools run as this user. The browser sends its cookie from every
+page of this machine, so a line must also come from this page: see `_asked`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -32,6 +35,7 @@ from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.registry import load
 from rl4llm.extensions.view.agent import changed_files, conversations
 from rl4llm.extensions.view.bands import described
+from rl4llm.extensions.view.chat import Chat
 from rl4llm.extensions.view.index import COLUMNS, token_ids_of
 from rl4llm.extensions.view.run import ViewedRun
 from rl4llm.extensions.view.words import dicts_in
@@ -44,6 +48,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 ROWS_AT_ONCE = 50_000
 RUNS: web.AppKey[Sequence[ViewedRun]] = web.AppKey("runs")
 TOKEN = web.AppKey("token", str)
+CHAT = web.AppKey("chat", Chat)
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -85,6 +90,10 @@ def application(runs: Sequence[ViewedRun], token: str = "") -> web.Application:
     app[RUNS] = tuple(runs)
     for path, answer in ANSWERS.items():
         app.router.add_get(f"/api/runs{path}", partial(_answered, answer))
+    if token:
+        app[CHAT] = Chat()
+        app.router.add_post("/api/runs/{run}/chat", _asked)
+        app.on_cleanup.append(lambda app: asyncio.to_thread(app[CHAT].close))
     return app
 
 
@@ -170,7 +179,7 @@ async def _page(request: web.Request) -> web.Response:
 
 
 ANSWERS: dict[str, Callable[[web.Request], Any]] = {
-    "": lambda request: described(request.app[RUNS]),
+    "": lambda request: [about | {"chat": CHAT in request.app} for about in described(request.app[RUNS])],
     "/{run}/story": lambda request: _run(request).story(),
     "/{run}/metrics": lambda request: _run(request).metrics(_number(request, "from")),
     "/{run}/episodes": lambda request: rows_of(
@@ -190,6 +199,24 @@ async def _answered(answer: Callable[[web.Request], Any], request: web.Request) 
     """Return an answer, which may read files, as JSON."""
     body = await asyncio.to_thread(lambda: json.dumps(answer(request)).encode("ascii"))
     return web.Response(body=body, content_type="application/json")
+
+
+async def _asked(request: web.Request) -> web.Response:
+    """Answer a line of the page itself: scripts of other origins can neither set this type nor choose the origin."""
+    origin = request.headers.get("Origin", "")
+    if request.content_type != "application/json" or urlsplit(origin).netloc != request.host:
+        raise web.HTTPForbidden(text="Only this page may talk to a model.")
+    chat, run = request.app[CHAT], _run(request)
+    try:
+        line = (await request.json())["line"]
+        if line is None:
+            await asyncio.to_thread(chat.close)
+            return web.json_response([])
+        return web.json_response(await asyncio.to_thread(chat.ask, run.path, str(line)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise web.HTTPBadRequest from error
+    except (RL4LLMError, OSError) as error:
+        raise web.HTTPConflict(text=str(error)) from error
 
 
 def _run(request: web.Request) -> ViewedRun:

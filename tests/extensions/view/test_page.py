@@ -5,8 +5,10 @@ import os
 import pytest
 from extensions.view.browser import list_episodes
 from extensions.view.runs import episode, write_run, write_seen, write_step
+from small_run import SmallRun
 from sweeps import sampled
 
+from rl4llm.cli import main
 from rl4llm.core.types import Group
 from rl4llm.extensions.view.export import export
 from rl4llm.extensions.view.run import find_runs
@@ -289,3 +291,27 @@ def test_alerts_are_on_top_while_they_last(browser, tokenizer, tmp_path, serve):
     browser.open(report.as_uri())
     assert browser.text(".warning[data-alert]") == expected
     alerts.close()
+
+
+def test_the_panel_shows_what_the_model_answers(browser, serve, model_dir, tmp_path):
+    assert main(["train", *SmallRun.at(tmp_path, model_dir).into("run")]) == 0
+    browser.open(f"{serve(tmp_path / 'run', token='the-token')}?token=the-token#/episodes")
+    browser.until("document.querySelector('.chat')")
+    browser.click(".chat summary")
+    for count, line in enumerate(("one", "two"), 1):
+        browser.value(f"document.querySelector('[data-chat=line]').value = '{line}'")
+        browser.click(".chat form button")
+        browser.until(f"document.querySelectorAll('.chat .message.assistant').length === {count}")
+    assert browser.value(
+        "[...document.querySelectorAll('.chat .message.user .content')].map(one => one.innerText)"
+    ) == [
+        "one",
+        "two",
+    ]
+    browser.click(".chat button[type=button]")
+    browser.until("document.querySelectorAll('.chat .message').length === 0")
+
+
+def test_a_page_without_a_token_has_no_panel(page):
+    list_episodes(page)
+    assert page.value("document.querySelector('.chat')") is None

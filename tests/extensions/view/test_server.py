@@ -1,3 +1,4 @@
+import json
 import re
 import socket
 import subprocess
@@ -9,7 +10,10 @@ import pytest
 from extensions.view.runs import write_run
 from extensions.view.serving import get, request, served
 from forked_python import started
+from small_run import SmallRun
 
+from rl4llm.cli import main
+from rl4llm.extensions.evaluate.chat import conversation
 from rl4llm.extensions.view.server import PAGE
 
 ROOT = Path(__file__).parents[3]
@@ -131,3 +135,42 @@ def test_the_page_is_all_there_where_the_package_is_installed(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True)
     installed = {file.name for file in (tmp_path / "rl4llm" / "extensions" / "view" / "page").iterdir()}
     assert installed == {file.name for file in PAGE.iterdir()} and "main.js" in installed
+
+
+def said(url, line, origin=None, **headers):
+    origin = url.rstrip("/") if origin is None else origin
+    headers = {"Content-Type": "application/json", "Origin": origin, "Cookie": cookie(url)} | headers
+    return request(url, "/api/runs/0/chat", "POST", json.dumps({"line": line}), **headers)
+
+
+def cookie(url):
+    return f"rl4llm-view-{url.rstrip('/').rpartition(':')[2]}=the-token"
+
+
+def test_a_panel_talks_to_the_model_of_a_run(model_dir, tmp_path):
+    small = SmallRun.at(tmp_path, model_dir)
+    assert main(["train", *small.into("run")]) == 0
+    with conversation(str(tmp_path / "run")) as talk:
+        first, second = ([item.to_dict() for item in talk.ask(line)] for line in ("one", "two"))
+    with served(tmp_path / "run", token="the-token") as url:
+        about = json.loads(request(url, "/api/runs", Cookie=cookie(url))[2])
+        assert about[0]["chat"]
+        for line in ("one", "two"):
+            status, _, body = said(url, line)
+            assert status == 200 and json.loads(body) == (first if line == "one" else second)
+        assert said(url, None)[0] == 200
+        assert json.loads(said(url, "one")[2]) == first
+
+
+def test_only_the_page_itself_talks_to_a_model(tokenizer, tmp_path):
+    run = write_run(tmp_path / "run", tokenizer)
+    with served(run, token="the-token") as url:
+        port = url.rstrip("/").rpartition(":")[2]
+        for origin in ("http://127.0.0.1:1", f"http://localhost:{port}", "https://evil.example", "null", ""):
+            assert said(url, "hello", origin)[0] == 403, origin
+        assert said(url, "hello", **{"Content-Type": "text/plain"})[0] == 403
+        assert said(url, "hello", Cookie="")[0] == 403
+        assert said(url, "hello")[0] == 409  # the page may, but this run has no model
+    with served(run) as url:
+        assert said(url, "hello")[0] in (404, 405)
+        assert not get(url, "/api/runs")[0]["chat"]

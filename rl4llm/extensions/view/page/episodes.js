@@ -1,5 +1,6 @@
 // The list of all episodes, by prompt or by sample: filtered and sorted here, searched by the source of the texts.
 
+import { chatPanel } from "./chat.js";
 import { h, number, replace } from "./dom.js";
 import { asRow, dots, groupsOf, keyOf, rewardRange, withoutGradient, words } from "./groups.js";
 import { colourOf } from "./lines.js";
@@ -241,7 +242,7 @@ export function episodesView(app) {
   }
 
   return {
-    element: h("section", {}, bar, table, foot),
+    element: h("section", {}, bar, table, foot, chatPanel(app)),
     enter: () => draw(),
     update({ rows }) {
       if (!rows) return;

@@ -7,8 +7,8 @@ export function openSource() {
   return embedded ? new FileSource(JSON.parse(embedded.textContent)) : new ServerSource();
 }
 
-async function get(path) {
-  const response = await fetch(path);
+async function get(path, options) {
+  const response = await fetch(path, options);
   if (!response.ok) throw new Error((await response.text()).trim() || `HTTP ${response.status}`);
   return response.json();
 }
@@ -93,6 +93,12 @@ class ServerSource {
 
   episode(run, number) {
     return get(`/api/runs/${run.number}/episodes/${number}?generation=${run.generation}`);
+  }
+
+  // Return what follows a line; null ends the conversation.
+  chat(number, line) {
+    const headers = { "Content-Type": "application/json" };
+    return get(`/api/runs/${number}/chat`, { method: "POST", headers, body: JSON.stringify({ line }) });
   }
 
   search(run, text) {
