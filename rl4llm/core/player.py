@@ -127,7 +127,7 @@ class Player:
                 raise EnvError(f"{where} returned an assistant message; only the policy writes those")
             return list(replies)
 
-        return await contained(sample, where, respond(), self.respond_timeout_s) or []
+        return await contained(sample, self.respond, respond(), self.respond_timeout_s) or []
 
     async def _end_safely(self, sample: SampleState) -> None:
         """End the episode; an error in `end_episode` fails the sample alone."""
@@ -156,15 +156,16 @@ class Player:
 
 
 async def contained(
-    sample: SampleState, what: str, work: Coroutine[Any, Any, T], timeout_s: float | None, kind: str = "env"
+    sample: SampleState, what: Any, work: Coroutine[Any, Any, T], timeout_s: float | None, kind: str = "env"
 ) -> T | None:
-    """Return the result of `work`. An error in it fails only this episode, counts under `kind`, and returns None."""
+    """Return the result of `work`, named or done by `what`. An error fails this episode under `kind`, and returns None."""
+    name = getattr(what, "__qualname__", what)
     try:
         return await within(timeout_s, work)
     except LateError:
-        sample.fail(f"{what} took more than {timeout_s:g} s", f"{kind}/timeout")
+        sample.fail(f"{name} took more than {timeout_s:g} s", f"{kind}/timeout")
     except Exception as error:  # noqa: BLE001 - one of the two places: an environment's own code
-        sample.fail(raised(what, error), f"{kind}/raised")
+        sample.fail(raised(name, error, what), f"{kind}/raised")
     return None
 
 

@@ -199,4 +199,5 @@ def _watched(name: str, num_samples: int, slow_after_s: float) -> AbstractContex
 def _raised(reward_function: BaseRewardFunction, error: Exception) -> str:
     wants_main = "main thread" in str(error) and reward_function.score_timeout_s is not None
     hint = " (with score_timeout_s = None it runs in the main thread)" if wants_main else ""
-    return f"{raised(f'reward {reward_function.name!r}', error)}{hint}"
+    function = getattr(reward_function, "function", type(reward_function).__call__)
+    return f"{raised(f'reward {reward_function.name!r}', error, function)}{hint}"

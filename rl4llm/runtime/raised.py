@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.message import shortened
@@ -25,8 +26,8 @@ _PACKAGES = {"site-packages", "dist-packages"}
 _shown: set[str] = set()
 
 
-def raised(what: str, error: BaseException) -> str:
-    """Say that `what` raised an error, and name the innermost line of the user's own code.
+def raised(what: str, error: BaseException, function: Any = None) -> str:
+    """Say that `what` raised an error, and name the innermost line of the user's own code, or where `function` begins.
 
         reward 'exact' raised KeyError: 'A' (my_rewards.py:12)
 
@@ -34,7 +35,7 @@ def raised(what: str, error: BaseException) -> str:
     If the logger ``rl4llm`` has the level DEBUG, as with ``rl4llm --debug``, the traceback is logged once per line.
     """
     says = shortened(redacted_text(str(error)[: 2 * MAX_CHARS]), MAX_CHARS)
-    line, text = _line(error), f"{what} raised {type(error).__name__}: {says}"
+    line, text = _line(error, function), f"{what} raised {type(error).__name__}: {says}"
     if logger.isEnabledFor(logging.DEBUG) and (key := f"{type(error).__name__} {line}") not in _shown:
         _shown.add(key)
         logger.warning("%s\n%s", text, redacted_text("".join(traceback.format_exception(error)).rstrip()))
@@ -47,16 +48,25 @@ def kind_and_line(error: BaseException) -> str:
     return f"{type(error).__name__} at {os.path.basename(line)}" if line else type(error).__name__
 
 
-def _line(error: BaseException) -> str:
+def _line(error: BaseException, function: Any = None) -> str:
     """Return ``file:line`` of the innermost frame of the user's code, and ``In[5]:line`` for a cell of a notebook.
 
-    Without such a frame, return the innermost of all, or nothing for an error that this library raised on purpose.
+    Without such a frame, return where the user's `function` begins, which does not take the arguments of the call. Without
+    one, return the innermost frame of all, or nothing for an error that this library raised on purpose.
     """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     users = [(path, line) for path, line in frames if _is_users(path)]
+    if not users and (place := place_of(function)):
+        return place
     if not users and isinstance(error, RL4LLMError):
         return ""
     return _place(*next(reversed(users or frames), ("", 0)))
+
+
+def place_of(function: Any) -> str:
+    """Return ``file:line`` of a function or method of the user; "" for anything else."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return _place(code.co_filename, code.co_firstlineno) if code and _is_users(code.co_filename) else ""
 
 
 def line_of(cls: type, names: Sequence[str]) -> str:

@@ -91,3 +91,14 @@ def test_a_traceback_is_logged_once_where_it_is_asked_for(caplog):
         raised("it", caught(reads_more))
     (record,) = caplog.records
     assert 'return json.loads("[")' in record.getMessage() and "json/decoder.py" in record.getMessage()
+
+
+def test_a_function_called_with_other_arguments_is_named():
+    class Mine:
+        def respond(self):
+            return []
+
+    error = caught(lambda: None) or TypeError("respond() takes 1 positional argument but 2 were given")
+    for function in (Mine().respond, reads_json):
+        assert raised("it", error, function).endswith(f"({HERE}:{line(function, 0)})")
+    assert HERE not in raised("it", error, as_list)

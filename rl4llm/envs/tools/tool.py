@@ -13,6 +13,7 @@ from transformers.utils import DocstringParsingException, TypeHintParsingExcepti
 from rl4llm.core.errors import ConfigError, EnvError, unnamed
 from rl4llm.core.schema import accepted_options, check_options, with_options
 from rl4llm.core.tables import TOOLS
+from rl4llm.runtime.raised import place_of
 from rl4llm.runtime.threads import OneThread, in_thread, result_of
 
 T = TypeVar("T")
@@ -232,4 +233,7 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     except (DocstringParsingException, TypeHintParsingException) as error:
         name = getattr(function, "__name__", function)
         step = "Next step: give each parameter a type hint, and the docstring an `Args:` that describes it."
-        raise ConfigError(f"The tool {name!r} has no schema: {str(error).rstrip('.!')}. {step}") from error
+        where = f" ({place})" if (place := place_of(function)) else ""
+        raise ConfigError(
+            f"The tool {name!r} has no schema: {str(error).rstrip('.!')}{where}. {step}"
+        ) from error
