@@ -8,13 +8,14 @@ trainer.train()
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from rl4llm.compose import Given, build_trainer
-from rl4llm.config import load_config
+from rl4llm.config import flatten, load_config
 from rl4llm.core.base_env import BaseMDPEnv, RewardTransform
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import elsewhere, from_extension, import_name
@@ -62,7 +63,7 @@ class PolicyTrainer:
             reward_transform_fn=reward_transform_fn,
             env_class=_env_class(env),
         )
-        keys = {"algorithm": {"name": self.algorithm}} | overrides
+        keys = {"algorithm": {"name": self.algorithm}} | _home(config, overrides) | overrides
         if isinstance(env, str | Mapping):
             keys["env"] = {"name": env} if isinstance(env, str) else env
         if isinstance(keys["algorithm"], Mapping):
@@ -99,7 +100,17 @@ class PolicyTrainer:
         self._trained = True
         with self.trainer as trainer:
             trainer.train()
+            if not trainer.stopped:
+                trainer.tracker.note(f"Done. The model is in {trainer.run.model_dir}.")
         return self
+
+    def evaluate(self, samples: int = 1) -> dict[str, float]:
+        """Return the metrics of `samples` answers to each held-out prompt, by the run's last checkpoint or before any.
+
+        It trains and writes nothing, and loads the model beside this trainer's. Raises ConfigError without held-out prompts.
+        """
+        evaluate = from_extension("evaluate", "trainer.evaluate()")
+        return dict(evaluate(self.config, samples, self._given).metrics)
 
     @property
     def model(self) -> Any:
@@ -119,6 +130,17 @@ class PolicyTrainer:
         """Write the policy and its tokenizer as a Hugging Face directory."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         self.trainer.export(Path(directory))
+
+
+def _home(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the directory of a script's runs, named like it, unless the user names one; {} where no script runs."""
+    file = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    name = (file.parent if file.stem == "__main__" else file).stem
+    return (
+        {"output.dir": f"runs/{name}"}
+        if name and not config and "output.dir" not in flatten(overrides)
+        else {}
+    )
 
 
 def _check_model(model: Any, overrides: Mapping[str, Any]) -> None:

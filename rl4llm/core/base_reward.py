@@ -42,15 +42,12 @@ class BaseRewardFunction(ABC):
     """A reward: called once per episode with the whole conversation.
 
         class ExactMatch(BaseRewardFunction):
-            def __init__(self, name="exact_match", **kwargs):
-                super().__init__(name)
-
             def __call__(self, messages, ground_truth, **kwargs) -> float:
                 return float(messages[-1].content.strip() == ground_truth)
 
-    `kwargs` holds the prompt's other columns. An exception, NaN or anything that is not a number marks the episode as
-    failed; a wrong answer of the model is an ordinary low score. ``__call__`` may be async: then all episodes of a batch are
-    scored at once.
+    It has the name of its class, or that of ``super().__init__(name)``. `kwargs` holds the prompt's other columns. An
+    exception, NaN or anything that is not a number marks the episode as failed; a wrong answer of the model is an ordinary
+    low score. ``__call__`` may be async: then all episodes of a batch are scored at once.
 
     With ``per_turn = True`` the score is a list, a number for each assistant message after the prompt. What turns earn adds
     to the episode's reward beside the terminal ones, and algorithms with turn-level credit give each turn its own.
@@ -73,7 +70,8 @@ class BaseRewardFunction(ABC):
         str
     ] = ()  # scores behind its score, logged as NAME/SUBSCORE; algorithms may train them
 
-    def __init__(self, name: str):
+    def __init__(self, name: str | None = None):
+        name = type(self).__name__ if name is None else name
         if not re.fullmatch(r"[a-zA-Z0-9_\-]+", name):
             raise RewardError(f"Reward name {name!r} is not accepted: letters, digits, '_' and '-'.")
         self.name = name

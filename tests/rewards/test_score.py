@@ -351,3 +351,13 @@ def test_a_reward_can_be_copied_after_use_and_leaves_nothing():
     del reward
     gc.collect()
     assert key not in _turns
+
+
+def test_a_reward_is_named_like_its_class():
+    class Right(BaseRewardFunction):
+        def __call__(self, messages, ground_truth, **columns):
+            return 1.0
+
+    assert (Right().name, Right("other").name) == ("Right", "other")
+    with pytest.raises(RewardError):
+        Right("")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     examples = (
         "rl4llm chat runs/quickstart/grpo",
-        'echo "What is 37 + 48?" | rl4llm chat runs/quickstart/grpo',
+        "rl4llm chat runs/quickstart/grpo < questions.txt",
         "rl4llm chat Qwen/Qwen2.5-0.5B-Instruct eval.temperature=0.7",
     )
     about = "talk to the model of a run, with its prompt, tools and sampling; or to any model"

@@ -6,5 +6,8 @@ PROVIDES = {
         "collect": "rl4llm.extensions.evaluate.collect_command",
         "eval": "rl4llm.extensions.evaluate.command",
     },
-    "rl4llm.parts": {"conversation": "rl4llm.extensions.evaluate.chat:conversation"},
+    "rl4llm.parts": {
+        "conversation": "rl4llm.extensions.evaluate.chat:conversation",
+        "evaluate": "rl4llm.extensions.evaluate.play:evaluate",
+    },
 }

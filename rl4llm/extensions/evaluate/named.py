@@ -92,7 +92,9 @@ def plan(names: Sequence[str], overrides: Sequence[str], data: Sequence[str]) ->
 
 def measure(item: Plan, samples: int) -> Measured:
     """Play a benchmark, and grade the episodes with each of its rewards."""
-    evaluation = evaluate(item.config, samples, Given(dataset=item.rows, eval_dataset=item.rows))
+    evaluation = evaluate(
+        item.config, samples, Given(dataset=item.rows, eval_dataset=item.rows), of_run=False
+    )
     groups = evaluation.played.groups
     problems = [replace(problem, part=item.name) for problem in evaluation.problems]
     for reward in list(groups[0].trajectories[0].rewards)[1:] if groups else ():

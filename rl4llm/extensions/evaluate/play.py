@@ -74,8 +74,8 @@ def evaluate(
     """Play `samples` episodes for each held-out prompt, by the run's last checkpoint or, without one, by `model.path`.
 
     It reads only the held-out set, and loads nothing that only training needs. The same configuration plays the same
-    episodes of the same step. With `given` rows, or without `of_run`, the model is that of `model.path`, and no run is read.
-    Raise ConfigError for a setup that cannot be evaluated.
+    episodes of the same step. Without `of_run`, the model is that of `model.path`, and no run is read. Objects that are
+    `given` replace what the configuration names. Raise ConfigError for a setup that cannot be evaluated.
     """
     if samples > 1 and config.eval.temperature == 0:
         raise ConfigError(
@@ -83,12 +83,12 @@ def evaluate(
             "or set a temperature, such as eval.temperature=0.8."
         )
     learns_from = "episodes" if given else _learns_from(config)
-    checkpoint = _checkpoint(config) if of_run and given is None else None
+    checkpoint = _checkpoint(config) if of_run else None
     with at_work(_only_held_out(config), checkpoint, given) as trainer, _reporting(trainer):
         if given is None and learns_from == "episodes":
             _compare_rows(config, trainer.evaluation)
         result = trainer.play_held_out(samples)
-        step = trainer.step if of_run and given is None else None
+        step = trainer.step if of_run else None
     return Evaluation(
         model=str(checkpoint.path) if checkpoint else config.model.path,
         step=step,

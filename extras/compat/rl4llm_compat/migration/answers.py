@@ -20,6 +20,15 @@ OF_SCRIPTS = {
 }
 """What scripts of TRL take beside their config."""
 
+OF_TRAINERS = {
+    "train_dataset": "dataset",
+    "reward_funcs": "reward_functions",
+    "processing_class": "tokenizer",
+    "peft_config": "model={'lora': {'rank': 16}}",
+    "args": "keywords of the trainer, such as training={'lr': 1e-5}",
+}
+"""What trainers of TRL take in Python."""
+
 OF_TRL = TABLES["sft"] | TABLES["dpo"] | TABLES["grpo"]
 IMPORTS = " `rl4llm import FILE` converts a whole configuration."
 
@@ -46,6 +55,8 @@ def _found(name: str) -> Iterator[tuple[str, str]]:
     A name of TRL may have a section of ours in front, if our key for it is in that section.
     """
     section, _, last = name.rpartition(".")
+    if argument := OF_TRAINERS.get(name.partition(".")[0]):
+        yield "TRL", f"here it is `{argument}`"
     if name in OF_SCRIPTS:
         yield "TRL", f"here it is `{OF_SCRIPTS[name]}`"
     alias = OF_TRL.get(last)

@@ -25,6 +25,8 @@ from rl4llm_compat.migration.names import NAMES, of_name
     ("actor_rollout_ref.rollout.enforce_eager", "no counterpart: an option of the server"),
     ("num_generation", "Did you mean 'num_generations'? It is a key of TRL: here it is `rollout.group_size`"),
     ("num_generations", "a key of TRL: here it is `rollout.group_size`"),
+    ("train_dataset", "a key of TRL: here it is `dataset`"),
+    ("args.learning_rate", "a key of TRL: here it is `keywords of the trainer"),
     ("rollout.num_generations", "a key of TRL: here it is `rollout.group_size`"),
 ])  # fmt: skip
 def test_unknown_key_of_another_project_is_answered(key, said):
