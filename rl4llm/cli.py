@@ -13,7 +13,7 @@ from typing import Any
 from rl4llm import __version__
 from rl4llm.commands.arguments import add_registered
 from rl4llm.commands.output import STOPPED, say
-from rl4llm.core.errors import ConfigError, EnginesDownError, HostsDownError, RL4LLMError
+from rl4llm.core.errors import ConfigError, EnginesDownError, HostsDownError, RL4LLMError, unknown
 from rl4llm.core.registry import Registry, elsewhere
 from rl4llm.runtime.terminal import Terminal, protect_terminal
 
@@ -109,7 +109,9 @@ def _reader_is_gone() -> bool:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; unlike argparse alone, this accepts overrides before and after options."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if argv[0] in ("help", "version"):
+        argv = [*argv[1:], f"--{argv[0]}"]
     parser = build_parser(next((word for word in argv if word in HELP or not word.startswith("-")), ""))
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete  # noqa: PLC0415 - only for completion
@@ -134,9 +136,18 @@ def _as_override(word: str) -> str:
     return f"{key.lstrip('-').replace('-', '_')}={value}" if equals and word.startswith("--") else word
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that answers a misspelled command or choice with the closest one, in all its subparsers."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            where = str(action.metavar or "/".join(action.option_strings) or action.dest)
+            raise argparse.ArgumentError(None, unknown(where, str(value), map(str, action.choices)))
+
+
 def build_parser(command: str = "") -> argparse.ArgumentParser:
     """Return the parser of a command, or of all without its name; this imports nothing heavy."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="rl4llm",
         description="Reinforcement learning for language models. Start with `rl4llm recipe quickstart`.",
         epilog="Run `rl4llm COMMAND --help` for the arguments and examples of a command.",

@@ -442,3 +442,48 @@ def test_a_command_that_is_terminated_leaves_no_files(model_dir, tmp_path, comma
     assert "Traceback" not in done.stderr
     assert not list(scratch.glob(".scratch-*"))
     assert not list(tmp_path.glob("*episodes*"))
+
+
+def code_of(words):
+    try:
+        return main(words)
+    except SystemExit as end:
+        return end.code
+
+
+def test_help_and_version_are_commands_too(capsys):
+    for words, same in (
+        ([], ["--help"]),
+        (["help"], ["--help"]),
+        (["help", "train"], ["train", "--help"]),
+        (["version"], ["--version"]),
+    ):
+        printed = [(code_of(given), capsys.readouterr().out) for given in (words, same)]
+        assert printed[0] == printed[1] and printed[0][0] == 0 and printed[0][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "near"), [(["trian"], "train"), (["recipe", "rnu"], "run"), (["info", "rewads"], "rewards")]
+)
+def test_a_misspelled_word_is_answered_with_the_closest(words, near, capsys):
+    assert code_of(words) == 2
+    assert f"Did you mean '{near}'?" in capsys.readouterr().err
+
+
+def test_the_help_of_serve_names_all_that_it_serves(capsys):
+    from rl4llm.commands.serve import KINDS
+
+    assert code_of(["serve", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"rl4llm serve {name} " in printed for name in KINDS) and "--engine" in printed
+
+
+def test_the_first_line_of_a_run_is_about_the_run(run):
+    directory, _, printed = run
+    assert str(directory) in next(line for line in printed.splitlines() if not line.startswith("Warning"))
+
+
+def test_others_may_read_a_model_as_they_may_its_directory(run):
+    directory, _, _ = run
+    for file in (directory / "model").iterdir():
+        assert file.stat().st_mode & 0o644 == (directory / "model").stat().st_mode & 0o644

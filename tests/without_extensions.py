@@ -98,7 +98,7 @@ def check_library(root: Path) -> None:
         if not any(word.startswith("_") and word != "__init__" for word in words):  # those run as scripts
             importlib.import_module(".".join(words).removesuffix(".__init__"))
     train(root / "run")
-    assert f"invalid choice: '{PROBE}'" in command(PROBE)
+    assert f"COMMAND='{PROBE}' is unknown" in command(PROBE)
     sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *TESTS]))
 
 

@@ -41,6 +41,8 @@ def save_pretrained(model: PreTrainedModel, directory: Path, **options: Any) -> 
     try:
         with without_progress_bars():
             model.save_pretrained(directory, **options)
+        for file in directory.glob("*.safetensors"):  # safetensors lets only their owner read them
+            file.chmod(directory.stat().st_mode & 0o644)
     finally:
         if unused:
             del modules["deepspeed"]

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rl4llm.commands.output import show
 from rl4llm.core.registry import Registry, from_extension
 
 KINDS: Registry[Callable[[Sequence[str]], int]] = Registry(
@@ -27,5 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     kind, words = arguments.flags[:1], arguments.flags[1:]
     if kind and (kind[0] in KINDS or kind[0] in KINDS.extras):
         return KINDS[kind[0]](words)
+    if {"-h", "--help"} & {*kind}:
+        show(*(f"rl4llm serve {name} --help" for name in sorted({*KINDS, *KINDS.extras})), "")
     serve: Callable[[Sequence[str]], int] = from_extension("serve", "rl4llm serve")
     return serve(arguments.flags)

@@ -295,8 +295,9 @@ def tracker_of(setup: Setup, run: RunDir, warnings: Sequence[str], notes: Sequen
         console=config.output.console,
     )
     if ranks.is_first:
-        if precision := precision_of(config.model.autocast, setup.machine):
-            tracker.note(precision)
+        if config.max_steps:
+            tracker.note(f"{run.path}: {config.algorithm['name']} trains {config.model.path}")
+        tracker.note(precision_of(config.model.autocast, setup.machine))
         for text in dict.fromkeys(warnings):
             tracker.warn(text)
         for text in dict.fromkeys(filter(None, notes)):

@@ -231,4 +231,6 @@ def _refusal(
 
 
 def _shown(content: bytes) -> str:
-    return shortened(content.decode(errors="replace").strip(), SHOWN)
+    text = content.decode(errors="replace").strip()
+    page = "an HTML page, so another program or a proxy answers at this address."
+    return page if text.startswith("<") else shortened(text, SHOWN)

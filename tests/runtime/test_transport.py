@@ -316,3 +316,13 @@ def test_redirects_are_not_followed(play):
         assert not server.calls["/health"]
 
     play(scene, api_key="secret")
+
+
+def test_a_page_of_another_program_becomes_one_line(play):
+    async def scene(server, transport):
+        server.next("/model_info", status(404, text="<!DOCTYPE HTML>\n<html><h1>Not found</h1></html>"))
+        with pytest.raises(RefusedError) as caught:
+            await transport.get("/model_info")
+        assert "\n" not in str(caught.value) and "<" not in str(caught.value)
+
+    play(scene)
