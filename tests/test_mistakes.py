@@ -197,7 +197,7 @@ env.remote=localhost:5 env.thoughts=dorp           | env.thoughts='dorp' is not 
 "rewards=['broken:f']"                             | 'broken:f' cannot be imported: No module named 'nothing_like_this'
 "rewards=['typo:f']"                               | invalid syntax (typo.py, line 1)
 "rewards=['mine:NoInit']"                          | reward 'NoInit' raised TypeError: NoInit() takes no arguments
-"rewards=['mine:Unfinished']" | Reward 'mine:Unfinished' needs the option name
+"rewards=['mine:Unfinished']" | the class Unfinished does not define __call__
 "rewards=['mine:NoName']"                          | The reward NoName: __init__ must call super().__init__(name)
 "rewards=['mine:Fixed']"                           | raised TypeError: Fixed.__call__() got an unexpected keyword argument
 "rewards=['mine:raises']"                          | reward 'raises' raised KeyError: 'A' (mine.py:5)
@@ -227,8 +227,8 @@ env.name=mine:one                                  | Accepted: a subclass of Bas
 env.name=tools                                     | Did you mean 'tool'
 env.tools=[calculator]                             | env option='tools' is unknown. Known: compact_at, max_steps
 env.name=tool env.tools=[calculatr]                | Did you mean 'calculator'
-env.name=tool "env.tools=['mine:untyped']" | x is missing a type hint in function untyped. Next step
-env.name=tool "env.tools=['mine:silent']"          | it has no docstring. Next step
+env.name=tool "env.tools=['mine:untyped']" | x is missing a type hint in function untyped (mine.py:98). Next step
+env.name=tool "env.tools=['mine:silent']"          | it has no docstring (mine.py:102). Next step
 env.name=reasoning_gym rewards=null                | has its own prompts. Remove data.path
 env.max_steps=0                                    | env.max_steps=0 is not accepted: a whole number, 1 or above
 """
@@ -237,7 +237,8 @@ tasks import nowhere.jsonl --repos r --out o           | The dataset 'nowhere.js
 train                                              | required: config
 train model.path=m data.path=d                     | No such file or directory: 'model.path=m'
 train smal.yaml                                    | No such file or directory: 'smal.yaml'
-tran small.yaml                                    | invalid choice: 'tran' (choose from ... 'train'
+tran small.yaml                                    | 'tran' is unknown. Known: ... Did you mean 'train'
+chat small.yaml --part other                       | --part other is not a part of this run
 train small.yaml other.yml                         | No such file or directory: 'other.yml'
 launch small.yaml training.lrr=1                   | Did you mean 'training.lr'
 launch small.yaml --on slurn                       | Did you mean 'slurm'
@@ -293,7 +294,7 @@ launch small.yaml model.path=./nowhere           | model.path='./nowhere' cannot
 launch small.yaml data.path=smal.yaml            | The dataset 'smal.yaml' does not exist
 train small.yaml env.remote=3                    | env.remote=3 is not accepted
 view broken --export pipe                        | pipe cannot be written: it exists but is not a regular
-info --completion csh                            | invalid choice
+info --completion csh                            | 'csh' is unknown. Known: bash, fish, zsh
 collect small.yaml                               | required: --out
 """
 

@@ -130,7 +130,7 @@ def assert_gone(group: str, name: str, tables: dict[str, Any]) -> None:
 
     if group == "rl4llm.commands":
         said = command(name)
-        assert f"invalid choice: '{name}'" in said, said
+        assert f"COMMAND='{name}' is unknown" in said, said
     else:
         try:
             from_extension(name, "This") if group == PARTS else tables[group][name]

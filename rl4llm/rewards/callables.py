@@ -178,6 +178,8 @@ def _is_class(item: Any) -> TypeGuard[type[BaseRewardFunction]]:
 
 def _check_options(key: str, item: Any, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for options that a class of rewards does not take, and for any of other rewards."""
+    if missing := sorted(getattr(item, "__abstractmethods__", ())):
+        raise ConfigError(f"Reward {key!r}: the class {item.__name__} does not define {', '.join(missing)}.")
     accepted = inspect.signature(item).parameters if _is_class(item) else {}
     if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in accepted.values()):
         known = {*accepted, "name", "label", "success_at", "weight"}
