@@ -38,6 +38,7 @@ EVERYTHING = (
     "+correction+correction_low+correction_high"
 )
 OFF_POLICY = "test_off_policy.py::test"
+DISTILL = "test_distill.py::test_the"
 NO_PASS = "test_invariance.py::test_old_log_probs_of_a_first_update_need_no_pass"
 TRIE = "test_pack.py::test_records_of_a_trie_stay_what_they_are_under_the_budget"
 ANCESTORS = "test_attention.py::test_attention_sees_its_ancestors_and_its_own_past_only"
@@ -96,6 +97,36 @@ ALGORITHMS = _of(
      f"{ARRANGED}[sdpo-distill_coef+scale_rewards+mask_truncated]"),
     ("a_sibling_is_another", "self_distillation.py", "for j in solved if j != i", "for j in solved",
      f"{PRIVILEGED}sdpo_tells_a_right_answer_and_feedback_on_a_wrong_one"),
+    ("distill_tail", "divergence.py", "torch.cat([logprobs_NK, torch.log(-torch.expm1(covered_N1))], -1)", "logprobs_NK",
+     f"{DISTILL}_minimum_is_the_teacher_where_it_is_compared"),
+    ("distill_direction", "divergence.py", "return _kl(reference_NK, policy_NK)", "return _kl(policy_NK, reference_NK)",
+     f"{DISTILL}_whole_vocabulary_gives_torchs_divergence"),
+    ("distill_share", "divergence.py", "alpha * _kl(reference_NK, mix", "(1 - alpha) * _kl(reference_NK, mix",
+     f"{DISTILL}_whole_vocabulary_gives_torchs_divergence"),
+    ("distill_advantage", "distill.py", "(0 if whole else teacher_kl_BT)", "teacher_kl_BT",
+     "test_distill.py::test_tiles_give_the_gradient_of_whole_logits"),
+    ("distill_temperature", "../backends/distributions.py", "(states_RD.to(dtype)) / temperature", "(states_RD.to(dtype))",
+     "test_distill.py::test_tiles_give_the_gradient_of_whole_logits"),
+    ("distill_context", "../backends/distributions.py", "chosen_U = asked_N[some_U]", "chosen_U = once_U",
+     "test_distill.py::test_a_token_that_records_share_is_compared_in_each"),
+    ("distill_padding", "../backends/distributions.py", "scores_RV[:, :width].log_softmax(1)",
+     "scores_RV.log_softmax(1)[:, :width]", "test_distill.py::test_padding_of_one_vocabulary_is_not_compared"),
+    ("distill_many_targets", "../backends/heads.py", "grad_logprobs_NK.sum(1)", "grad_logprobs_NK[:, 0]",
+     "test_distill.py::test_tiles_give_the_gradient_of_whole_logits"),
+    ("distill_padded_teacher", "../compose/models.py", "model.resize_token_embeddings(most)", "pass",
+     "../trainers/test_preferences.py::test_padding_of_a_teacher_is_not_among_its_top_tokens"),
+    ("distill_environment", "../trainers/teachers.py", "(number if name else -1)", "number",
+     "../trainers/test_teachers.py::test_each_environment_has_its_own_teacher"),
+    ("distill_part_of_a_record", "../trainers/passes.py", "numbers.get(each.part, -1)", "numbers.get(each.role, -1)",
+     "../trainers/test_teachers.py::test_each_environment_has_its_own_teacher"),
+    ("distill_unscored", "../trainers/passes.py", "batch.weights_BT * batch.mask_BT", "batch.weights_BT",
+     "test_distill.py::test_tokens_without_a_score_do_not_train"),
+    ("distill_shared_prefix", "../extensions/servers/teacher.py", "computed[places[-1] - 1]", "places[-1] - 1",
+     "../extensions/servers/test_teacher.py::test_a_served_teacher_gives_the_numbers_of_its_model"),
+    ("distill_ranks_of_vllm", "../extensions/servers/teacher.py", "ranked[:top]]", "ranked[-top:]]",
+     "../extensions/servers/test_teacher.py::test_each_form_of_scores_is_read"),
+    ("distill_other_tokenizer", "../extensions/servers/teacher.py", 'list(answer["tokens"]) != list(ids)', "not ids",
+     "../extensions/servers/test_teacher.py::test_a_server_with_another_tokenizer_is_refused"),
     ("options_for_old_samples", "policy_gradient.py", 'return {"old_logprobs": "re', 'return {} and {"old_logprobs": "re',
      f"{OFF_POLICY}_old_samples_move_the_right_answer_up"),
     ("constant_old_log_probs", "policy_gradient.py", "= logprobs_BT.detach()", "= logprobs_BT", NO_PASS),

@@ -86,6 +86,15 @@ def asked_tokens(batch: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
     return asked_N, once_U, entry_N
 
 
+def allowed_tokens(batch: TrainBatch, asked_N: Tensor, once_U: Tensor, entry_N: Tensor) -> Allowed | None:
+    """Return what grammars allowed at each computed token; None if the batch has no grammar."""
+    if batch.allowed_ids_BT is None or batch.allowed_CW is None:
+        return None
+    ids_U = torch.empty_like(once_U)
+    ids_U[entry_N] = batch.allowed_ids_BT.flatten()[asked_N]
+    return ids_U, batch.allowed_CW
+
+
 def token_logprobs(
     hidden_SD: Tensor,
     place_BT: Tensor,
@@ -104,10 +113,7 @@ def token_logprobs(
     token was drawn from. Where a grammar constrained a token, that distribution is over what it allowed.
     """
     asked_N, once_U, entry_N = asked_tokens(batch)
-    allowed = None
-    if batch.allowed_ids_BT is not None and batch.allowed_CW is not None:
-        allowed = torch.empty_like(once_U), batch.allowed_CW
-        allowed[0][entry_N] = batch.allowed_ids_BT.flatten()[asked_N]
+    allowed = allowed_tokens(batch, asked_N, once_U, entry_N)
     hidden_UD = hidden_SD.index_select(0, place_BT.flatten()[once_U - 1])
     targets_U = batch.token_ids_BT.flatten()[once_U]
     how: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "allowed": allowed}
@@ -115,15 +121,15 @@ def token_logprobs(
         logprobs_U, entropy_U = logprobs_of_logits(hidden_UD, targets_U, **how)
     else:
         logprobs_U, entropy_U = selected_logprobs(hidden_UD, output, targets_U, dtype=dtype, **how)
-    logprobs_BT = _spread(logprobs_U[entry_N], asked_N, batch)
-    return logprobs_BT, _spread(entropy_U[entry_N], asked_N, batch) if entropy else None
+    logprobs_BT = spread(logprobs_U[entry_N], asked_N, batch)
+    return logprobs_BT, spread(entropy_U[entry_N], asked_N, batch) if entropy else None
 
 
 def token_values(hidden_SD: Tensor, place_BT: Tensor, batch: TrainBatch, value_head: ValueHead) -> Tensor:
     """Return values (B, T), fp32, of the state before each of the policy's tokens; 0 for all others."""
     asked_N, once_U, entry_N = asked_tokens(batch)
     values_U = value_head(hidden_SD.index_select(0, place_BT.flatten()[once_U - 1]))
-    return _spread(values_U[entry_N], asked_N, batch)
+    return spread(values_U[entry_N], asked_N, batch)
 
 
 def head_memory(
@@ -159,7 +165,7 @@ def selected_logprobs(
     keep_bytes: int | None = None,
     tile_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-prob (N,) of each target and, with `entropy`, the entropies (N,) (else meaningless); both fp32.
+    """Return the log-prob of each target, (N,) or (N, K), and with `entropy` the entropies (N,) (else meaningless); fp32.
 
     Logits are computed a tile of rows and vocabulary at a time, in products of `dtype` (default: that of the hidden
     states), and again in the backward pass where they were not kept. The softmax is always computed in fp32, over the
@@ -186,15 +192,16 @@ def logprobs_of_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return the same two from logits, for models with more than one layer between hidden states and logits."""
     scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
-    logp_NV = _constrained(scores_NV, allowed, slice(None), slice(0, scores_NV.shape[1])).log_softmax(1)
+    logp_NV = constrained(scores_NV, allowed, slice(None), slice(0, scores_NV.shape[1])).log_softmax(1)
     logprobs_N = logp_NV.gather(1, targets_N[:, None]).squeeze(1)
     return logprobs_N, -(logp_NV.exp() * logp_NV).sum(1) if entropy else torch.zeros_like(logprobs_N)
 
 
-def _spread(values_N: Tensor, positions_N: Tensor, batch: TrainBatch) -> Tensor:
+def spread(values_N: Tensor, positions_N: Tensor, batch: TrainBatch) -> Tensor:
+    """Return values (B, T) or more of tokens at flat positions, 0 elsewhere; each value may be a row of numbers."""
     columns = batch.token_ids_BT.shape[1]
     rows_N = positions_N.div(columns, rounding_mode="floor")
-    return values_N.new_zeros(batch.token_ids_BT.shape).index_put(
+    return values_N.new_zeros(*batch.token_ids_BT.shape, *values_N.shape[1:]).index_put(
         (rows_N, positions_N - rows_N * columns), values_N
     )
 
@@ -246,28 +253,29 @@ class _SelectedLogprobs(torch.autograd.Function):
         products: list[Tensor] = []
         # Made before the loop: small blocks that outlive the logits beside them would keep malloc from using their place.
         slices = 1 + max((tile.number for tile in tiles), default=0)
-        summaries = hidden_ND.new_zeros(3, slices, len(hidden_ND), dtype=torch.float32)
+        summaries = hidden_ND.new_zeros(2, slices, len(hidden_ND), dtype=torch.float32)
+        targets_NK = targets_N if targets_N.dim() == 2 else targets_N[:, None]
+        scores_NK = hidden_ND.new_zeros(targets_NK.shape, dtype=torch.float32)
         for tile in tiles:
             product = _product(hidden_ND, weight_VD, bias_V, tile, plan)
             room -= product.nbytes
             if room >= 0:
                 products.append(product)
-            _summarise(
-                _scores(product.float(), plan, tile),
-                targets_N[tile.rows] - tile.columns.start,
-                plan,
-                summaries[:, tile.number, tile.rows],
-            )
-            del product
-        normalisers_N, scores_N, entropy_N = _combined(summaries)
+            scores = _scores(product.float(), plan, tile)
+            inside, columns = _inside(targets_NK[tile.rows], tile)
+            scores_NK[tile.rows] += torch.where(inside, scores.gather(1, columns), 0.0)
+            _summarise(scores, plan, summaries[:, tile.number, tile.rows])
+            del product, scores
+        normalisers_N, entropy_N = _combined(summaries)
         ctx.plan = plan
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *products)
-        return scores_N - normalisers_N, entropy_N
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_NK, normalisers_N, entropy_N, *products)
+        return (scores_NK - normalisers_N[:, None]).view(targets_N.shape), entropy_N
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, targets_N, normalisers_N, entropy_N, *products = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, targets_NK, normalisers_N, entropy_N, *products = ctx.saved_tensors
         plan, inputs = ctx.plan, (hidden_ND, weight_VD, bias_V)
+        grad_logprobs_NK = grad_logprobs_N.view(targets_NK.shape)
         grads = [
             torch.zeros_like(x, dtype=torch.float32) if needed else None
             for x, needed in zip(inputs, ctx.needs_input_grad, strict=False)
@@ -276,10 +284,9 @@ class _SelectedLogprobs(torch.autograd.Function):
             rows = tile.rows
             product = products[number] if number < len(products) else _product(*inputs, tile, plan)
             logits = product.float()
-            columns_N = targets_N[rows] - tile.columns.start
             grad = _grad_scores(
-                _scores(logits, plan, tile), normalisers_N[rows], entropy_N[rows], columns_N,
-                (grad_logprobs_N[rows], grad_entropy_N[rows] if plan.entropy else None),
+                _scores(logits, plan, tile), normalisers_N[rows], entropy_N[rows], _inside(targets_NK[rows], tile),
+                (grad_logprobs_NK[rows], grad_entropy_N[rows] if plan.entropy else None),
             )  # fmt: skip
             if plan.temperature != 1.0:
                 grad.div_(plan.temperature)
@@ -318,10 +325,10 @@ def _scores(logits: Tensor, plan: _Cuts, tile: _Tile) -> Tensor:
     if plan.softcap:
         logits = (logits / plan.softcap).tanh_().mul_(plan.softcap)
     scores = logits if plan.temperature == 1.0 else logits / plan.temperature
-    return _constrained(scores, plan.allowed, tile.rows, tile.columns)
+    return constrained(scores, plan.allowed, tile.rows, tile.columns)
 
 
-def _constrained(scores: Tensor, allowed: Allowed | None, rows: slice, columns: slice) -> Tensor:
+def constrained(scores: Tensor, allowed: Allowed | None, rows: slice, columns: slice) -> Tensor:
     """Return the scores of some tokens (rows) and a part of the vocabulary (columns) without those that are not allowed."""
     if allowed is None:
         return scores
@@ -329,27 +336,30 @@ def _constrained(scores: Tensor, allowed: Allowed | None, rows: slice, columns: 
     return scores.masked_fill(~load(BITS)(words_CW[ids_N[rows]], columns), BLOCKED)
 
 
-def _summarise(scores: Tensor, columns_N: Tensor, plan: _Cuts, out_3N: Tensor) -> None:
-    """Of one tile: log-sum-exp, the target's score (0 where it lies elsewhere) and the entropy of its softmax."""
+def _inside(targets_NK: Tensor, tile: _Tile) -> tuple[Tensor, Tensor]:
+    """Return which targets lie in a tile's slice of the vocabulary, and their columns there; any column for the others."""
+    columns_NK = targets_NK - tile.columns.start
+    width = tile.columns.stop - tile.columns.start
+    return (columns_NK >= 0) & (columns_NK < width), columns_NK.clamp(0, width - 1)
+
+
+def _summarise(scores: Tensor, plan: _Cuts, out_2N: Tensor) -> None:
+    """Write log-sum-exp and the entropy of the softmax of one tile."""
     largest_N = scores.amax(1)
     below = scores - largest_N[:, None]
     weights = below.exp() if plan.entropy else below.exp_()
     sums_N = weights.sum(1)
     if plan.entropy:
-        out_3N[2] = sums_N.log() - weights.mul_(below).sum(1) / sums_N
-    inside_N = (columns_N >= 0) & (columns_N < scores.shape[1])
-    picked_N = scores.gather(1, columns_N.clamp(0, scores.shape[1] - 1)[:, None]).squeeze(1)
-    out_3N[0] = sums_N.log_().add_(largest_N)
-    out_3N[1] = torch.where(inside_N, picked_N, 0.0)
+        out_2N[1] = sums_N.log() - weights.mul_(below).sum(1) / sums_N
+    out_2N[0] = sums_N.log_().add_(largest_N)
 
 
-def _combined(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the three numbers of each of P slices of the vocabulary (3, P, N) into those of the whole."""
-    normalisers_PN, scores_PN, entropies_PN = summaries
+def _combined(summaries: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine the two numbers of each of P slices of the vocabulary (2, P, N) into those of the whole."""
+    normalisers_PN, entropies_PN = summaries
     shares_PN = normalisers_PN.log_softmax(0)
     return (
         normalisers_PN.logsumexp(0),
-        scores_PN.sum(0),
         (shares_PN.exp() * (entropies_PN - shares_PN)).sum(0),
     )
 
@@ -358,11 +368,12 @@ def _grad_scores(
     scores: Tensor,
     normalisers_N: Tensor,
     entropy_N: Tensor,
-    columns_N: Tensor,
+    places: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor | None],
 ) -> Tensor:
     """Return the gradient of one tile of the scores."""
-    grad_logprobs_N, grad_entropy_N = grads
+    (inside_NK, columns_NK), (grad_logprobs_NK, grad_entropy_N) = places, grads
+    grad_logprobs_N = grad_logprobs_NK.sum(1)
     grad = (scores - normalisers_N[:, None]).exp_()
     if grad_entropy_N is None:
         grad.mul_(-grad_logprobs_N[:, None])
@@ -373,6 +384,4 @@ def _grad_scores(
             .add_(grad_logprobs_N[:, None])
         )
         grad.mul_(pull).neg_()
-    inside_N = (columns_N >= 0) & (columns_N < scores.shape[1])
-    columns_N = columns_N.clamp(0, scores.shape[1] - 1)
-    return grad.scatter_add_(1, columns_N[:, None], torch.where(inside_N, grad_logprobs_N, 0.0)[:, None])
+    return grad.scatter_add_(1, columns_NK, torch.where(inside_NK, grad_logprobs_NK, 0.0))

@@ -176,6 +176,15 @@ class FrozenModel:
         with self._adapter.off():
             return self._backend.forward(batch, temperature=temperature)
 
+    def refer(self, batch: TrainBatch, top: int, *, temperature: float = 1.0) -> dict[str, Tensor]:
+        """Return what `BaseBackend.refer` returns without the adapter."""
+        with self._adapter.off():
+            return self._backend.refer(batch, top, temperature=temperature)
+
+    def output(self) -> Any:
+        """Return what `BaseBackend.output` returns."""
+        return self._backend.output()
+
 
 def add_adapter(
     model: PreTrainedModel, *, rank: int, alpha: int | None = None, targets: Sequence[str] = (), seed: int = 0

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl4llm.backends.checkpoint_names import CheckpointNames
-from rl4llm.backends.heads import ValueHead
+from rl4llm.backends.heads import OutputLayer, ValueHead
 from rl4llm.backends.model_files import WEIGHTS as MODEL
 from rl4llm.backends.model_files import whole_checkpoint
 from rl4llm.backends.runner import ModelRunner, TokenNumbers
@@ -26,7 +26,8 @@ from rl4llm.backends.source_form import SourceForm, save_pretrained
 from rl4llm.core.base_backend import ADAPTER_WEIGHTS, AUTOCAST, BaseBackend
 from rl4llm.core.errors import CheckpointError, WeightsError
 from rl4llm.core.model_memory import FP32, ModelShape, Precision
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.registry import load
+from rl4llm.core.types import TensorSpec, TrainBatch
 from rl4llm.runs.tensor_file import TensorFile, write_tensors
 from rl4llm.runtime.quantized import quantized_layers
 from rl4llm.runtime.ranks import Ranks
@@ -34,6 +35,11 @@ from rl4llm.runtime.ranks import Ranks
 WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "backend.json"
 FORMAT = 1
 VALUE_HEAD = "value_head."
+REFERRED = (
+    ("ref_logprobs_BT", "ref_states_BTD"),
+    ("ref_logprobs_BT", "ref_top_ids_BTK", "ref_top_logprobs_BTK"),
+)
+"""What a reference's pass fills, for the whole vocabulary and for its most probable tokens."""
 T = TypeVar("T")
 
 
@@ -66,6 +72,27 @@ class ModelBackend(BaseBackend):
         self._ranks = ranks
         self._autocast = autocast
         self._module = TokenNumbers(model, self.value_head, AUTOCAST[autocast], ranks)
+
+    @torch.no_grad()
+    def refer(self, batch: TrainBatch, top: int, *, temperature: float = 1.0) -> dict[str, Tensor]:
+        head = load("rl4llm.backends.distributions:ReferenceHead")(top)
+        numbers = self._pass(batch, temperature, False, head)
+        return dict(zip(REFERRED[top > 0], numbers, strict=True))
+
+    def output(self) -> OutputLayer:
+        layer = self.runner.output_layer()
+        named = {"weight": layer.weight_VD, "bias": layer.bias_V}
+        tensors = {}
+        for name, tensor in self._wholes(
+            {name: tensor for name, tensor in named.items() if tensor is not None}
+        ):
+            # what ranks put together is theirs to take apart again
+            tensors[name] = tensor.detach().to(self.device, copy=self._ranks.size > 1)
+        return OutputLayer(tensors["weight"], tensors.get("bias"), layer.softcap)
+
+    @abstractmethod
+    def _pass(self, batch: TrainBatch, *how: Any) -> tuple[Any, ...]:
+        """Run one pass of the module; `how` are the arguments of `TokenNumbers.forward` after the batch."""
 
     @property
     def runner(self) -> ModelRunner:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rl4llm.backends.attention import STREAM_ATTENTION, STREAM_EAGER, register, rows_of, stream_of
 from rl4llm.backends.heads import OutputLayer, ValueHead, asked_tokens, token_logprobs, token_values
 from rl4llm.backends.recurrent import stream_recurrent, unstream_recurrent
+from rl4llm.core.base_backend import Head
 from rl4llm.core.errors import ModelError
 from rl4llm.core.images import tower_of
 from rl4llm.core.registry import load
@@ -194,26 +195,30 @@ class TokenNumbers(nn.Module):
                 parameter.requires_grad_(parameter.requires_grad and id(parameter) in used)
         self.always_runs = False  # set where other ranks wait for what this one computes
 
-    def forward(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return numbers and entropies (B, T); the entropies are None for a critic and unless requested."""
+    def forward(
+        self, batch: TrainBatch, temperature: float, entropy: bool, head: Head | None = None
+    ) -> tuple[Any, ...]:
+        """Return numbers and entropies (B, T), the entropies None for a critic and unless requested; or what `head` does."""
         if len(asked_tokens(batch)[0]):
-            return self._numbers(batch, temperature, entropy)
+            return self._numbers(batch, temperature, entropy, head)
         zeros_BT = torch.zeros(batch.mask_BT.shape, device=batch.mask_BT.device)
         if self.always_runs:
             numbers_BT, _ = self._numbers(self.runner.probe.to(zeros_BT.device), 1.0, False)
             zeros_BT = zeros_BT + nothing_of(numbers_BT)  # stops even gradients that are not finite
-        return zeros_BT, zeros_BT if entropy else None
+        return (zeros_BT, zeros_BT if entropy else None) if head is None else head.nothing(zeros_BT, entropy)
 
-    def _numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        runner, head = self.runner, self.value_head
+    def _numbers(
+        self, batch: TrainBatch, temperature: float, entropy: bool, head: Head | None = None
+    ) -> tuple[Any, ...]:
+        runner, value_head = self.runner, self.value_head
         enabled, dtype = self.autocast is not None, self.autocast or torch.bfloat16
         with torch.autocast(batch.mask_BT.device.type, dtype=dtype, enabled=enabled):
-            run = runner.hidden if runner.splits or head is not None else runner.logits
+            run = runner.hidden if runner.splits or value_head is not None else runner.logits
             states_SD, place_BT = run(batch)
-        if head is not None:
-            return token_values(states_SD, place_BT, batch, head), None
+        if value_head is not None:
+            return token_values(states_SD, place_BT, batch, value_head), None
         output = runner.output_layer() if runner.splits else None
-        return token_logprobs(
+        return (head or token_logprobs)(
             states_SD, place_BT, batch, output, temperature=temperature, entropy=entropy, dtype=self.autocast
         )
 

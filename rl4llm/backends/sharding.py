@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -51,9 +50,9 @@ class Replicated(Alone):
             # Buffers are constants here. Gradients that are views of what is sent need no memory of their own.
             self._ddp = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
 
-    def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def numbers(self, batch: TrainBatch, *how: Any) -> tuple[Any, ...]:
         run = self._ddp if self._ddp is not None and torch.is_grad_enabled() else self.module
-        outputs: tuple[Tensor, Tensor | None] = run(batch, temperature, entropy)
+        outputs: tuple[Any, ...] = run(batch, *how)
         return outputs
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
@@ -110,8 +109,8 @@ class Sharded(Alone):
         _bring(module, ranks, device)
         self._sharded = fully_shard(module, **options)
 
-    def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        outputs = self.module(batch, temperature, entropy)
+    def numbers(self, batch: TrainBatch, *how: Any) -> tuple[Any, ...]:
+        outputs = self.module(batch, *how)
         if not torch.is_grad_enabled():
             self._sharded.reshard()  # FSDP2 keeps what is outside the layers for a backward pass, which does not come
         return outputs

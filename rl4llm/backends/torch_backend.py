@@ -17,7 +17,7 @@ from rl4llm.backends.heads import ValueHead
 from rl4llm.backends.model_backend import FORMAT, MOMENTS, STATE, WEIGHTS, ModelBackend, gathered, part_of
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.runner import TokenNumbers, nothing_of
-from rl4llm.core.base_backend import BaseAdapter, TokenLosses, TokenMeasures, of_batch
+from rl4llm.core.base_backend import BaseAdapter, Head, TokenLosses, TokenMeasures, of_batch
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
 from rl4llm.core.registry import load
@@ -42,9 +42,10 @@ class Alone:
     ):
         self.module = module
 
-    def numbers(self, batch: TrainBatch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def numbers(self, batch: TrainBatch, *how: Any) -> tuple[Any, ...]:
         """Run one pass of the module, with a gradient where torch's is enabled."""
-        return self.module(batch, temperature, entropy)
+        outputs: tuple[Any, ...] = self.module(batch, *how)
+        return outputs
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Enclose a forward and its backward pass; `last` is whether it is the last one of an optimizer step."""
@@ -148,7 +149,10 @@ class TorchBackend(ModelBackend):
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-        return self._shared.numbers(batch.to(self.device), temperature, entropy=False)[0]
+        return self._pass(batch, temperature, False)[0]
+
+    def _pass(self, batch: TrainBatch, *how: Any) -> tuple[Any, ...]:
+        return self._shared.numbers(batch.to(self.device), *how)
 
     def forward_backward(
         self,
@@ -158,11 +162,14 @@ class TorchBackend(ModelBackend):
         temperature: float = 1.0,
         entropy: bool = False,
         measures: TokenMeasures | None = None,
+        head: Head | None = None,
         last: bool = True,
     ) -> dict[str, float]:
         batch = batch.to(self.device)
         with self._shared.accumulating(last):
-            numbers_BT, entropy_BT = self._shared.numbers(batch, temperature, entropy)
+            numbers_BT, entropy_BT, *more = self._shared.numbers(batch, temperature, entropy, head)
+            if more:
+                batch.ref_divergence_BT = more[0]
             losses_BT, metrics = token_losses(batch, numbers_BT, entropy_BT)
             if measures is not None:
                 metrics = metrics | measures(batch, numbers_BT, metrics)

@@ -102,6 +102,15 @@ def _conflicts(config: Config, given: Given, needs: Needs) -> dict[str, Any]:
         ),
         f"{algorithm} averages weights, which model.dtype={config.model.dtype} rounds away. Set model.dtype=float32, or "
         "another teacher.": needs.reference_rate < 1 and config.model.dtype != "float32",
+        "rollout.temperature must be 1 with algorithm.teacher_url, since servers score tokens at temperature 1.": (
+            needs.served and rollout.temperature != 1
+        ),
+        f"algorithm.teachers names {sorted(needs.references)}, but parts are {sorted(config.parts)}. Name parts, and set "
+        "algorithm.teacher_path for those without a teacher.": needs.references
+        and (
+            not needs.references.keys() <= config.parts.keys()
+            or (needs.reference_path is needs.reference_url and needs.references.keys() != config.parts.keys())
+        ),
         f"rollout.temperature=0 is not accepted with {algorithm}, which compares the answers to a prompt: they would all be "
         "the same. Set rollout.temperature above 0; for evaluation set eval.temperature.": (
             samples and compared and not rollout.temperature and config.max_steps

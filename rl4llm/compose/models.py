@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rl4llm.backends.models import has_4_bits, load_model, load_tokenizer
 from rl4llm.compose.setup import Given, Machine, Setup, device_of, set_up_torch
 from rl4llm.config import Config
-from rl4llm.core.base_algorithm import BaseAlgorithm, Needs
+from rl4llm.core.base_algorithm import BaseAlgorithm, Needs, is_address
 from rl4llm.core.base_backend import BaseBackend, TokenScorer
 from rl4llm.core.errors import ConfigError, ModelError
-from rl4llm.core.registry import load
+from rl4llm.core.registry import from_extension, load
 from rl4llm.core.schema import check_options, with_options
 from rl4llm.core.tables import BACKENDS
 from rl4llm.runtime.quantized import quantized_layers
@@ -81,20 +81,37 @@ def build_critic(setup: Setup, start: Any) -> BaseBackend | None:
 
 
 def build_reference(setup: Setup, policy: BaseBackend, start: Any) -> TokenScorer | None:
-    """Make the reference model, which never trains; return None if the algorithm needs none."""
-    needs, tokenizer = setup.needs, setup.tokenizer
+    """Make the reference models, which never train; return None if the algorithm needs none."""
+    needs = setup.needs
     if not needs.reference:
         return None
     if needs.reference_live:
         return policy
+    others = {name: _teacher(setup, policy, place) for name, place in needs.references.items()}
+    if place := needs.reference_url or needs.reference_path:
+        others[""] = _teacher(setup, policy, place)
+    if others:
+        return others[""] if [*others] == [""] else load("rl4llm.trainers.teachers:Teachers")(others)
     if policy.adapter is not None and not needs.separate_reference(adapter=True):
         from rl4llm.backends.lora import FrozenModel  # noqa: PLC0415 - most runs have no adapter
 
         return FrozenModel(policy, policy.adapter)
-    if needs.reference_path is not None:
-        _check_same_tokens(tokenizer, needs.reference_path, setup.config.model.pad_token)
-    model = _model_to_place(setup, start if needs.reference_path is None else None, needs.reference_path)
-    setup.identity.add_weights(needs.reference_path or setup.config.model.path, model)
+    model = _model_to_place(setup, start)
+    setup.identity.add_weights(setup.config.model.path, model)
+    return _on_backend(setup, model, trains=False)
+
+
+def _teacher(setup: Setup, policy: BaseBackend, place: str) -> TokenScorer:
+    """Make a reference that is another model than the policy's start, from a path or behind an address."""
+    if is_address(place):
+        teacher: TokenScorer = from_extension("teacher", "algorithm.teacher_url")(place, setup.tokenizer)
+        return teacher
+    _check_same_tokens(setup.tokenizer, place, setup.config.model.pad_token)
+    model = _model_to_place(setup, None, place)
+    size, most = (each.config.get_text_config().vocab_size for each in (model, policy.model))
+    if setup.needs.divergence is not None and size > most:  # the same tokenizer, and more padding
+        model.resize_token_embeddings(most)
+    setup.identity.add_weights(place, model)
     return _on_backend(setup, model, trains=False)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
-from rl4llm.core.base_backend import TokenMetrics
+from rl4llm.core.base_backend import Divergence, TokenMetrics
 from rl4llm.core.sample import SampleState
 from rl4llm.core.schema import check_fields
 from rl4llm.core.types import ChatMessage, Group, TrainBatch, Trajectory
@@ -54,6 +54,11 @@ class Needs:
     old_entropy: bool = False  # before the updates, as `TrainBatch.old_entropy_BT`; costs a forward pass
     reference: bool = False
     reference_path: str | None = None  # another model than the policy's own start
+    reference_url: str | None = None  # of a server that scores tokens in its place, at temperature 1
+    references: Mapping[str, str] = field(
+        default_factory=dict
+    )  # others by environment: a path, or an address as above
+    divergence: Divergence | None = None  # of policy and reference, as `TrainBatch.ref_divergence_BT`
     reference_every: int = 0  # steps after which the policy becomes the reference; 0 is never
     reference_rate: float = 1.0  # how much of the way to the policy it then moves
     reference_live: bool = False  # it is the policy before the updates of a step, not a further model
@@ -78,7 +83,18 @@ class Needs:
     def separate_reference(self, adapter: bool) -> bool:
         """Return whether the reference is a further model; with an `adapter` it may be the policy without it."""
         under_adapter = adapter and self.reference_path is None and not self.reference_every
-        return self.reference and not self.reference_live and not under_adapter
+        local = self.reference_url is None and not self.reference_live
+        return self.reference and local and not under_adapter
+
+    @property
+    def served(self) -> bool:
+        """Whether a reference is behind a server."""
+        return self.reference_url is not None or any(map(is_address, self.references.values()))
+
+
+def is_address(place: str) -> bool:
+    """Return whether a place is the address of a server, not a directory or a name."""
+    return place.startswith(("http://", "https://"))
 
 
 class BaseAlgorithm(ABC):

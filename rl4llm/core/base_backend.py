@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,11 +26,46 @@ TokenMeasures = Callable[[TrainBatch, Tensor, TokenMetrics], TokenMetrics]
 """(batch, logprobs_BT, the metrics of the losses) -> further metrics, each (B, T)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far the policy is from a reference at each token; a loss, with its gradient.
+
+    `formula` makes a number (N,) of log-probs of the policy and of the reference, each (N, K): of the `top` tokens that are
+    most probable for the reference, or of the whole vocabulary where that is 0.
+    """
+
+    formula: Callable[[Tensor, Tensor], Tensor]
+    top: int = 0
+
+
+class Head(Protocol):
+    """Makes numbers of tokens from hidden states, in place of `rl4llm.backends.heads.token_logprobs`."""
+
+    def __call__(
+        self, hidden_SD: Tensor, place_BT: Tensor, batch: TrainBatch, output: Any, /, *,
+        temperature: float, entropy: bool, dtype: torch.dtype | None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Return tensors that begin with (B, T)."""
+        ...
+
+    def nothing(self, zeros_BT: Tensor, entropy: bool) -> tuple[Any, ...]:
+        """Return the same for a batch that asks for no token."""
+        ...
+
+
 class TokenScorer(Protocol):
     """A model that gives each token one number; a reference needs nothing else."""
 
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
         """Return what `BaseBackend.forward` returns."""
+        ...
+
+    def refer(self, batch: TrainBatch, top: int, *, temperature: float = 1.0) -> dict[str, Tensor]:
+        """Return the tensors of a batch that a `Divergence` of this `top` needs, by name."""
+        ...
+
+    def output(self) -> Any:
+        """Return the whole output layer, without gradient, for `ref_states_BTD`."""
         ...
 
 
@@ -118,6 +154,14 @@ class BaseBackend(ABC):
         """Return log-probs (B, T), fp32, no gradient, of each token given those before it; 0 where `mask_BT` is False."""
 
     @abstractmethod
+    def refer(self, batch: TrainBatch, top: int, *, temperature: float = 1.0) -> dict[str, Tensor]:
+        """Return the tensors of a batch that a `Divergence` of this `top` from this model needs, by name."""
+
+    @abstractmethod
+    def output(self) -> Any:
+        """Return the whole output layer without gradient, for `TrainBatch.ref_states_BTD`; all ranks call it."""
+
+    @abstractmethod
     def forward_backward(
         self,
         batch: TrainBatch,
@@ -126,6 +170,7 @@ class BaseBackend(ABC):
         temperature: float = 1.0,
         entropy: bool = False,
         measures: TokenMeasures | None = None,
+        head: Head | None = None,
         last: bool = True,
     ) -> dict[str, float]:
         """Add this batch's gradient; return "loss", "tokens" (of the policy), and each token metric by its name: the mean
@@ -133,7 +178,8 @@ class BaseBackend(ABC):
         weights of the loss.
 
         `entropy` requests entropy_BT (with gradient), which costs time and is None otherwise. `measures` returns
-        further metrics. Under `torch.no_grad()` this only measures.
+        further metrics. The third number of a `head` is `ref_divergence_BT` of the batch for the losses. Under
+        `torch.no_grad()` this only measures.
 
         With `last` False more batches of this optimizer step follow, so ranks need not exchange gradients yet. Always
         passing True gives the same gradients, only slower. All ranks must pass equally many batches and the same `last`.

@@ -354,6 +354,7 @@ class TrainBatch:
     old_logprobs_BT = FilledLater("the trainer fills it before `assign`")
     old_entropy_BT = FilledLater("the trainer fills it for an algorithm whose `needs` say old_entropy=True")
     ref_logprobs_BT = FilledLater("the trainer fills it for an algorithm whose `needs` say reference=True")
+    ref_divergence_BT = FilledLater("the backend fills it for an algorithm whose `needs` have a divergence")
     values_BT = FilledLater("the trainer fills it for an algorithm whose `needs` name a critic")
     advantages_BT = FilledLater("the algorithm's `assign` fills it")
     returns_BT = FilledLater("the `assign` of an algorithm with a critic fills it")

@@ -146,8 +146,14 @@ class LocalClient(BaseClient):
             self._changed.set()
 
     async def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
+        return (await self.score_top(token_ids, 0, images))[0]
+
+    async def score_top(
+        self, token_ids: Sequence[int], top: int, images: Sequence[ImagePlace] = ()
+    ) -> tuple[list[float], list[list[tuple[float, int]]]]:
+        """Return what `score` does, and log-prob and id of the `top` most probable tokens at each place."""
         self._check_awake()
-        return self._engine.score(token_ids, images)
+        return self._engine.score(token_ids, images, top)
 
     async def compute_in(self, autocast: str) -> None:
         """Sample as a trainer with this `autocast` computes, from the next `load` on; call it while the engine is paused."""

@@ -85,7 +85,11 @@ entropy | Mean entropy of the policy's next-token distribution; entropy_coef ena
 surprise | Mean negative log-prob of sampled tokens; at temperature 1 it estimates the entropy. | nats per token |
   above 5 % of its first values
 kl | Mean estimated KL divergence from the reference model. | nats per token |
+reference/unscored | Share of the policy's tokens that a teacher's server did not score; they do not train. | share of
+  tokens | 0
+teacher_divergence | Mean divergence between teacher and policy, see `algorithm.divergence`. | nats per token | falling
 teacher_kl | Mean log-prob of the policy minus that of the teacher. | nats per token | falling
+teacher_mass | Mean probability that the teacher gives to its `algorithm.top_k` tokens. | share 0 to 1 | high
 positive_nll | Mean negative log-likelihood of the tokens of successful trajectories (VAPO). | nats per token |
 update/tokens | Policy tokens that the step trained on. | tokens | above 0
 update/empty | 1 if no trajectory was left to train on. | 0 or 1 | absent

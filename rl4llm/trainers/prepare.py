@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl4llm.algorithms.functional import kl
 from rl4llm.core.base_algorithm import BaseAlgorithm, KLEstimator
-from rl4llm.core.base_backend import BaseBackend, TokenMetrics, TokenScorer
+from rl4llm.core.base_backend import BaseBackend, TokenScorer
 from rl4llm.core.registry import load
 from rl4llm.core.types import Group, TrainBatch, Trajectory, Update
 from rl4llm.data.pack import Batching, Credit, StepTotals, filler, totals_of
@@ -70,13 +70,18 @@ class Preparation:
             )
         for batch in batches:
             if needs.old_entropy:
-                batch.old_entropy_BT = self._entropy(batch)
+                load("rl4llm.trainers.passes:fill_entropy")(self.policy, batch, self.temperature)
             if needs.reference and not needs.privileged:
-                batch.ref_logprobs_BT = self._numbers(self.reference, batch)
+                load("rl4llm.trainers.passes:refer")(
+                    self.reference, batch, needs.divergence, self.temperature
+                )
             if needs.critic:
                 batch.values_BT = self._numbers(self.critic, batch)
             if divergence is not None:
                 batch.divergence = divergence
+        metrics |= (
+            load("rl4llm.trainers.passes:without_unscored")(batches, self.ranks) if needs.served else {}
+        )
         self.algorithm.assign(batches, self.ranks.total)
         return Prepared(self._updates(packed, step), credits, metrics)
 
@@ -113,6 +118,8 @@ class Preparation:
         if needs.privileged:
             fill = load("rl4llm.trainers.privileged:fill_reference")
             fill(batches, trajectories, self._repacked, lambda batch: self._numbers(self.reference, batch))
+        if needs.references:
+            load("rl4llm.trainers.passes:number_environments")(batches, trajectories, [*needs.references])
         return Update(batches, records), totals
 
     def _repacked(self, trajectories: Sequence[Trajectory]) -> list[TrainBatch]:
@@ -186,18 +193,3 @@ class Preparation:
     def _numbers(self, model: TokenScorer | None, batch: TrainBatch) -> Tensor:
         assert model is not None  # `needs` says which models there are
         return model.forward(batch, temperature=self.temperature).to(batch.mask_BT.device)
-
-    @torch.no_grad()
-    def _entropy(self, batch: TrainBatch) -> Tensor:
-        """Return the entropy (B, T), in nats, of the policy's distribution at each of its tokens."""
-        entropies: list[Tensor] = []
-
-        def read(
-            _: TrainBatch, logprobs_BT: Tensor, entropy_BT: Tensor | None
-        ) -> tuple[Tensor, TokenMetrics]:
-            assert entropy_BT is not None  # it was requested
-            entropies.append(entropy_BT.to(batch.mask_BT.device))
-            return torch.zeros_like(logprobs_BT), {}
-
-        self.policy.forward_backward(batch, read, temperature=self.temperature, entropy=True)
-        return entropies[0]

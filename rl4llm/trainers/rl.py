@@ -17,6 +17,7 @@ from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.errors import ConfigError, StaleWeightsError, TooManyFailuresError
+from rl4llm.core.registry import load
 from rl4llm.core.types import Group, SamplingParams, TrainBatch, Update
 from rl4llm.data.prompts import PromptStream
 from rl4llm.envs.rollout import Rollout, RolloutResult
@@ -137,6 +138,8 @@ class RLTrainer(BaseTrainer[RLStep]):
         if update.model == "critic":
             return {"token_losses": checked_losses(self.algorithm, critic=True)}
         objective = super().objective(update) | {"temperature": self.preparation.temperature}
+        if divergence := self.algorithm.needs().divergence:
+            objective["head"] = load("rl4llm.trainers.passes:head_of")(divergence, self.preparation.reference)
         return objective if step is None else objective | {"measures": partial(self._measures, update, step)}
 
     def after_update(self, update: Update, step: RLStep, metrics: dict[str, float]) -> dict[str, float]:

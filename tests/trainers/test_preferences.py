@@ -13,7 +13,7 @@ from vowels import Vowels, prompts
 
 from rl4llm import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from rl4llm.api import PolicyTrainer
-from rl4llm.backends.models import load_tokenizer
+from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import load_config
@@ -485,11 +485,20 @@ def distill(model, teacher, directory, **overrides):
         "reward_functions": [Vowels()],
         **overrides,
     }
-    options["algorithm"] = {"name": "distill", "teacher_path": str(teacher)}
+    options["algorithm"] = {"name": "distill", "teacher_path": str(teacher), **options.pop("distill", {})}
     return make(GRPOTrainer, model, prompts(8), directory, **options)
 
 
-def test_distillation_brings_the_student_closer_to_its_teacher(model_dir, tmp_path):
+DIVERGENCES = [
+    {},
+    {"divergence": "forward", "top_k": 8},
+    {"divergence": "reverse"},
+    {"divergence": "jensen_shannon"},
+]
+
+
+@pytest.mark.parametrize("how", DIVERGENCES, ids=lambda case: case.get("divergence", "sampled"))
+def test_distillation_brings_the_student_closer_to_its_teacher(how, model_dir, tmp_path):
     """Measured on what the student itself says: the reverse divergence, in nats per token."""
     answers = [
         {"messages": [*row["messages"], {"role": "assistant", "content": "aeiou"}]} for row in prompts(8)
@@ -498,10 +507,23 @@ def test_distillation_brings_the_student_closer_to_its_teacher(model_dir, tmp_pa
     make(
         SFTTrainer, model_dir, answers, tmp_path / "teacher", rollout={"prompts": 8}, max_steps=15, **options
     ).train()
-    distill(model_dir, tmp_path / "teacher", tmp_path / "student", max_steps=20, **options).train()
+    student = tmp_path / "student"
+    distill(model_dir, tmp_path / "teacher", student, max_steps=20, distill=how, **options).train()
     kl = column(tmp_path / "student", "teacher_kl")
     assert kl[0] > 1
     assert sum(kl[-3:]) / 3 < 0.75 * kl[0]
+
+
+def test_padding_of_a_teacher_is_not_among_its_top_tokens(model_dir, tmp_path):
+    model = load_model(model_dir)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + 8)
+    model.save_pretrained(tmp_path / "padded")
+    load_tokenizer(model_dir).save_pretrained(tmp_path / "padded")
+    options = {"distill": {"divergence": "forward", "top_k": size}, "max_steps": 1}
+    distill(model_dir, tmp_path / "padded", tmp_path / "run", **options).train()
+    (mass,) = column(tmp_path / "run", "teacher_mass")
+    assert mass == pytest.approx(1)
 
 
 def test_a_teacher_with_other_tokens_is_refused_before_the_run(model_dir, tmp_path):

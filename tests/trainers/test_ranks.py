@@ -17,7 +17,8 @@ from sweeps import sampled
 from vowels import prompts
 
 from rl4llm.api import PolicyTrainer
-from rl4llm.backends.models import load_model
+from rl4llm.backends.models import load_model, load_tokenizer
+from rl4llm.backends.tiny import build_model, save_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.base_env import BaseRewardFunction
 from rl4llm.core.errors import ConfigError, RunDirError
@@ -148,6 +149,29 @@ def test_two_ranks_take_the_steps_of_one(on_ranks, single, model_dir, tmp_path, 
     one = single(name)
     assert_close(two, one.weights, atol=2e-4)
     for ours, theirs in zip(metrics(tmp_path / "two"), one.metrics, strict=True):
+        assert measured(ours) == pytest.approx(measured(theirs), abs=3e-4), ours["step"]
+
+
+@pytest.fixture(scope="module")
+def teacher(model_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("teacher")
+    tokenizer = load_tokenizer(model_dir)
+    save_model(build_model(tokenizer, seed=7, hidden_size=48, num_layers=1), tokenizer, directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("shard", "top_k"),
+    sampled([("ddp", 0), ("ddp", 4), ("fsdp2", 0), ("fsdp2", 4)], lambda case: case[0] == "fsdp2"),
+)
+def test_two_ranks_compare_distributions_as_one(on_ranks, alone, model_dir, teacher, tmp_path, shard, top_k):
+    """The teacher has another width, and FSDP2 shares its output layer among the ranks."""
+    distill = {"name": "distill", "teacher_path": teacher, "divergence": "jensen_shannon", "top_k": top_k}
+    two, _ = on_ranks(trained, model_dir, tmp_path / "two", distill, {"name": "torch", "shard": shard})
+    one = trained(alone, model_dir, tmp_path / "one", distill, {"name": "torch"})
+    assert_close(two, one, atol=2e-4)
+    for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+        assert ours.get("teacher_divergence", 1) > 1e-3
         assert measured(ours) == pytest.approx(measured(theirs), abs=3e-4), ours["step"]
 
 

@@ -25,7 +25,7 @@ from rl4llm.backends.lora import LoraAdapter
 from rl4llm.backends.model_backend import FORMAT, MOMENTS, STATE, WEIGHTS, ModelBackend, gathered, part_of
 from rl4llm.backends.optimizer import Optimizer, OptimizerOptions
 from rl4llm.backends.runner import nothing_of
-from rl4llm.core.base_backend import TokenLosses, TokenMeasures, of_batch
+from rl4llm.core.base_backend import Head, TokenLosses, TokenMeasures, of_batch
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
 from rl4llm.core.registry import needed
@@ -168,7 +168,11 @@ class DeepSpeedBackend(ModelBackend):
 
     @torch.no_grad()
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-        return self._engine(batch.to(self.device), temperature, False)[0]
+        return self._pass(batch, temperature, False)[0]
+
+    def _pass(self, batch: TrainBatch, *how: Any) -> tuple[Any, ...]:
+        outputs: tuple[Any, ...] = self._engine(batch.to(self.device), *how)
+        return outputs
 
     def forward_backward(
         self,
@@ -178,10 +182,13 @@ class DeepSpeedBackend(ModelBackend):
         temperature: float = 1.0,
         entropy: bool = False,
         measures: TokenMeasures | None = None,
+        head: Head | None = None,
         last: bool = True,
     ) -> dict[str, float]:
         batch = batch.to(self.device)
-        numbers_BT, entropy_BT = self._engine(batch, temperature, entropy)
+        numbers_BT, entropy_BT, *more = self._engine(batch, temperature, entropy, head)
+        if more:
+            batch.ref_divergence_BT = more[0]
         losses_BT, metrics = token_losses(batch, numbers_BT, entropy_BT)
         if measures is not None:
             metrics = metrics | measures(batch, numbers_BT, metrics)

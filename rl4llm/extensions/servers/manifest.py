@@ -19,6 +19,7 @@ PROVIDES = {
         "free_device": "rl4llm.extensions.servers.sync.wrappers:free_device",
         "serve": "rl4llm.extensions.servers.launch:serve",
         "start_server": "rl4llm.extensions.servers.launch:launch",
+        "teacher": "rl4llm.extensions.servers.teacher:ServedTeacher",
         "weight_store": "rl4llm.extensions.servers.sync.shared_memory:open_store",
     },
 }

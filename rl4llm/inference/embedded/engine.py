@@ -196,15 +196,18 @@ class Engine:
         return self._finish(codes) if over else []
 
     @torch.inference_mode()
-    def score(self, token_ids: Sequence[int], images: Sequence[ImagePlace] = ()) -> list[float]:
-        """Return the log-probs, at temperature 1, of each token after the first; `images` are places among them."""
+    def score(
+        self, token_ids: Sequence[int], images: Sequence[ImagePlace] = (), top: int = 0
+    ) -> tuple[list[float], list[list[tuple[float, int]]]]:
+        """Return the log-probs, at temperature 1, of each token after the first, and of the `top` most probable ones there
+        with their ids; `images` are places among them."""
         self._check_ids("score", token_ids)
         if len(token_ids) > self.context_length:
             raise RefusedError(
                 f"score: {len(token_ids)} tokens do not fit the context of {self.context_length} ({self.context_reason})."
             )
         if len(token_ids) == 1:
-            return []
+            return [], []
         tokens_T = torch.tensor(list(token_ids), device=self.device)
         cache = KVCache(self._cache.dtype, self.device)
         cache.reserve(1, len(token_ids))
@@ -213,7 +216,9 @@ class Engine:
             ids, seen = load(SEE)(self._model, "score", token_ids, images)
             load(SHOW)(cache.window, [0], [seen], [ids])
         logprobs_TV = self._decoder.logits(tokens_T[None, :-1], cache)[0].float().log_softmax(-1)
-        return logprobs_TV.gather(-1, tokens_T[1:, None])[:, 0].tolist()
+        values_TK, ids_TK = (best.tolist() for best in logprobs_TV.topk(top))
+        tops = [list(zip(*pair, strict=True)) for pair in zip(values_TK, ids_TK, strict=True)]
+        return logprobs_TV.gather(-1, tokens_T[1:, None])[:, 0].tolist(), tops
 
     def _choose_path(self) -> None:
         choice = self.prepared or choose_decoder(self._model, self._path, self.context_length, self.autocast)

@@ -19,6 +19,7 @@ from rl4llm.config import load_config
 from rl4llm.core.base_backend import TokenLosses, TokenMetrics
 from rl4llm.core.errors import DataError
 from rl4llm.core.images import Image
+from rl4llm.core.registry import load
 from rl4llm.core.types import TrainBatch
 from rl4llm.runs.failed_update import BATCHES, FACTS, MODEL
 
@@ -55,9 +56,11 @@ def replay(directory: Path) -> Iterator[Facts]:
     needs = algorithm.needs()
     # Rows of a dataset were not sampled at any temperature.
     temperature = (config.rollout.temperature or 1.0) if needs.learns_from == "episodes" else 1.0
+    top = needs.divergence is not None and needs.divergence.top
+    head = load("rl4llm.backends.distributions:DivergenceHead")(needs.divergence) if top else None
     for number, batch in enumerate(update.batches):
         watched = partial(_watched, losses, f"micro-batch {number}", seen)
-        model.forward_backward(batch, watched, temperature=temperature, entropy=needs.entropy)
+        model.forward_backward(batch, watched, temperature=temperature, entropy=needs.entropy, head=head)
     yield _results(update, seen, model.optim_step())
 
 

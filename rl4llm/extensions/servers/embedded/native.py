@@ -13,7 +13,7 @@ from rl4llm.core.types import Completion, SamplingParams
 from rl4llm.envs.wire import RequestError, stops_of
 
 FIELDS = (
-    "rid", "input_ids", "images", "sampling_params", "return_logprob", "logprob_start_len",
+    "rid", "input_ids", "images", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
     "extra_key",  # names a part of a prefix cache; here no cache outlives its request
 )  # fmt: skip
 ADDED = {
@@ -26,6 +26,7 @@ SAMPLED = {
     "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "sampling_seed": "seed", "ebnf": "grammar",
 }  # fmt: skip
 """Sampling parameters by their name in requests."""
+MOST_TOP = 1024  # most probable tokens at each place of a request
 NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 """What the engine does not have; requests may send only these values."""
 
@@ -34,7 +35,8 @@ NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetitio
 class NativeRequest:
     """A request for a completion of tokens, or with `scores` for the log-probs of the tokens themselves.
 
-    `images` is how the request gives its images, see `rl4llm.extensions.servers.embedded.images`.
+    `top` is the number of the most probable tokens that are scored at each place too. `images` is how the request gives its
+    images, see `rl4llm.extensions.servers.embedded.images`.
     """
 
     id: str
@@ -42,6 +44,7 @@ class NativeRequest:
     params: SamplingParams
     scores: bool
     images: Any = None
+    top: int = 0
 
 
 def read_native(body: Any) -> NativeRequest:
@@ -53,6 +56,11 @@ def read_native(body: Any) -> NativeRequest:
                 only = f"{name}={value!r:.100} is not accepted. Accepted: {neutral.get(name)!r}."
                 raise RequestError(only if name in neutral else unknown("field", name, names), param=name)
     params = sampling_params({option: options[name] for name, option in SAMPLED.items() if name in options})
+    (top,) = tokens_of([body.get("top_logprobs_num", 0)], "top_logprobs_num")
+    if not 0 <= top <= MOST_TOP:
+        raise RequestError(
+            f"top_logprobs_num={top} is not accepted. Accepted: 0 to {MOST_TOP}.", param="top_logprobs_num"
+        )
     rid = body.get("rid")
     return NativeRequest(
         rid if isinstance(rid, str) and rid else secrets.token_hex(8),
@@ -60,6 +68,7 @@ def read_native(body: Any) -> NativeRequest:
         params,
         "logprob_start_len" in body,
         body.get("images"),
+        top,
     )
 
 
@@ -122,14 +131,17 @@ def completion_body(asked: NativeRequest, completion: Completion) -> dict[str, A
     }
 
 
-def scores_body(asked: NativeRequest, scores: list[float], version: int) -> dict[str, Any]:
+def scores_body(
+    asked: NativeRequest, scores: list[float], tops: list[list[tuple[float, int]]], version: int
+) -> dict[str, Any]:
     """Return the JSON of the log-probs of the request's tokens."""
     rows = [[score, token, None] for score, token in zip([None, *scores], asked.token_ids, strict=True)]
+    best = [None, *([[*pair, None] for pair in pairs] for pairs in tops)] if asked.top else []
     meta = {"id": asked.id, "finish_reason": {"type": "length"}, "weight_version": version_text(version)}
     return {
         "text": "",
         "output_ids": [],
-        "meta_info": {**meta, "input_token_logprobs": rows, **_digests(asked)},
+        "meta_info": {**meta, "input_token_logprobs": rows, "input_top_logprobs": best, **_digests(asked)},
     }
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.core.errors import ConfigError, DataError, TemplateError, unknown
@@ -81,6 +82,17 @@ class OpenAIEndpoints:
     def model(self) -> dict[str, Any]:
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "rl4llm"}
         return {**model, "max_model_len": self._engine.context_length}
+
+    async def tokenize(self, body: Any) -> dict[str, Any]:
+        """Return the token ids of a text. Raises RequestError."""
+        body = object_of(body)
+        if not isinstance(text := body.get("prompt"), str):
+            raise RequestError("prompt must be a text.", param="prompt")
+        self.check_size(len(text) // self.dialects.longest_token)
+        special = bool(body.get("add_special_tokens", True))
+        encode = partial(self._tokenizer, add_special_tokens=special)
+        ids = list((await self._in_thread(encode, text))["input_ids"])
+        return {"tokens": ids, "count": len(ids), "max_model_len": self._engine.context_length}
 
     def check_size(self, tokens: int) -> None:
         """Raise RequestError for a request of at least as many tokens, before anything is built of it."""

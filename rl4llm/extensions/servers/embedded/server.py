@@ -76,6 +76,7 @@ class EmbeddedServer:
             "GET /server_info": self._server_info,
             "GET /v1/models": self._models,
             "POST /generate": self._generate,
+            "POST /tokenize": self._openai.tokenize,
             "POST /update_weights_from_disk": self._update_weights,
             "POST /pause_generation": self._pause,
             "POST /continue_generation": self._continue,
@@ -117,8 +118,8 @@ class EmbeddedServer:
         images = () if asked.images is None else await self._images(asked)
         if asked.scores:
             async with self._weights:
-                scores = await self._engine.score(asked.token_ids, images)
-                return scores_body(asked, scores, await self._engine.version())
+                scores, tops = await self._engine.score_top(asked.token_ids, asked.top, images)
+                return scores_body(asked, scores, tops, await self._engine.version())
         async with self._named(asked.id):
             completion = await self._engine.generate(
                 asked.token_ids, asked.params, session=asked.id, images=images

@@ -1,0 +1,168 @@
+"""A teacher behind an inference server, which gives log-probs of tokens that the student sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl4llm.backends.distributions import ReferenceHead
+from rl4llm.backends.heads import asked_tokens, spread
+from rl4llm.backends.model_backend import REFERRED
+from rl4llm.core.errors import ConfigError, EngineError, UnreachableError
+from rl4llm.core.types import TrainBatch
+from rl4llm.runtime.runner import run
+from rl4llm.runtime.transport import Retry, Transport
+
+TEXT = "The 3 naïve Größen: x_1 += 0.25;\n\t漢字 → 🙂"
+"""What two tokenizers are compared on."""
+
+Scores = list[tuple[float, list[tuple[int, float]]]]
+"""For each token of a sequence its log-prob, and ids with log-probs of the most probable ones."""
+
+NAN = float("nan")
+
+
+class ServedTeacher:
+    """A reference at the address of vLLM, SGLang or the embedded engine, which must serve it with the student's tokenizer.
+
+    Requests are retried. Tokens of a sequence that the server did not score, such as one that is too long for it, get NaN;
+    raises UnreachableError if it answered nothing. RL4LLM_TEACHER_KEY is sent as a bearer token.
+    """
+
+    def __init__(self, url: str, tokenizer: Any, *, retry: Retry | None = None, deadline_s: float = 600.0):
+        key = os.environ.get("RL4LLM_TEACHER_KEY")
+        self._http = Transport(url, deadline_s=deadline_s, connections=64, api_key=key)
+        self._retry = retry or Retry()
+        self._model, self._is_vllm = run(self._open(tokenizer))
+
+    def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+        """Return what `BaseBackend.forward` returns."""
+        return self._numbers(batch, 0)[0]
+
+    def refer(self, batch: TrainBatch, top: int, *, temperature: float = 1.0) -> dict[str, Tensor]:
+        """Return what `BaseBackend.refer` returns for one token or more."""
+        return dict(zip(REFERRED[1], self._numbers(batch, top), strict=True))
+
+    def output(self) -> Any:
+        """Raise TypeError: a server does not give whole distributions."""
+        raise TypeError("A server has no output layer for a divergence of the whole vocabulary.")
+
+    def _numbers(self, batch: TrainBatch, top: int) -> list[Tensor]:
+        asked_N, _, _ = asked_tokens(batch)
+        zeros_BT = torch.zeros(batch.mask_BT.shape)
+        if not len(asked_N):
+            return list(ReferenceHead(top).nothing(zeros_BT, False))
+        if batch.images:
+            raise ConfigError("A teacher on a server sees no images. Use algorithm.teacher_path.")
+        sequences, owners_N = _sequences(batch, asked_N)
+        scores = run(self._all(sequences, top))
+        places = zip(owners_N.tolist(), batch.position_ids_BT.flatten()[asked_N].tolist(), strict=True)
+        logprobs, tops = zip(*(scores[owner][place] for owner, place in places), strict=True)
+        numbers = [torch.tensor(logprobs)]
+        if top:
+            ids_NK, logprobs_NK = torch.tensor(tops, dtype=torch.float64).unbind(-1)
+            numbers += [ids_NK.long(), logprobs_NK.float()]
+        return [spread(column, asked_N, batch) for column in numbers]
+
+    async def _open(self, tokenizer: Any) -> tuple[str, bool]:
+        """Return the model's name, and whether the server is vLLM; raise ConfigError for another tokenizer."""
+        models = (await self._retry.run(lambda _: self._http.get("/v1/models")))["data"]
+        name = str(models[0]["id"])
+        body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
+        ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+        answer = await self._retry.run(lambda _: self._http.post("/tokenize", body))
+        await self._http.close()
+        if list(answer["tokens"]) != list(ids):
+            raise ConfigError(
+                f"The tokenizer of {self._http.base_url} is not that of model.path. Serve another teacher."
+            )
+        return name, models[0].get("owned_by") == "vllm"
+
+    async def _all(self, sequences: Sequence[list[int]], top: int) -> list[Scores]:
+        async def scored(token_ids: list[int]) -> Scores | EngineError:
+            try:
+                return await self._retry.run(lambda _: self._scored(token_ids, top))
+            except EngineError as error:
+                return error
+
+        answers = await asyncio.gather(*map(scored, sequences))
+        await self._http.close()
+        errors = [answer for answer in answers if isinstance(answer, EngineError)]
+        if len(errors) == len(answers) and isinstance(errors[0], UnreachableError):
+            raise errors[0]
+        return [
+            [(NAN, [(0, NAN)] * top)] * len(ids) if isinstance(answer, EngineError) else answer
+            for ids, answer in zip(sequences, answers, strict=True)
+        ]
+
+    async def _scored(self, token_ids: list[int], top: int) -> Scores:
+        ask = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
+        sglang = {
+            "input_ids": token_ids,
+            "sampling_params": ask,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        if self._is_vllm:
+            vllm = {"prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
+            answer = await self._http.post("/v1/completions", {"model": self._model, **vllm})
+        else:
+            answer = await self._http.post("/generate", sglang | ({"top_logprobs_num": top} if top else {}))
+        try:
+            scores = (_of_vllm if self._is_vllm else _of_sglang)(answer, token_ids, top)
+        except (LookupError, TypeError, ValueError) as error:
+            raise UnreachableError(
+                f"{self._http.base_url} did not score {len(token_ids)} tokens: {error!r}"
+            ) from error
+        return [(NAN, [(0, NAN)] * top), *scores]
+
+
+def _sequences(batch: TrainBatch, asked_N: Tensor) -> tuple[list[list[int]], Tensor]:
+    """Return the whole sequences of the trajectories that have asked tokens, and which of them each token is in (N,)."""
+    columns, here_M = batch.segment_ids_BT.shape[1], torch.arange(batch.segment_ids_BT.numel())
+    begins_M = (
+        batch.segment_ids_BT.diff(dim=1, prepend=torch.full_like(batch.segment_ids_BT[:, :1], -1)).flatten()
+        != 0
+    )
+    computed_M = here_M
+    if batch.computed_BT is not None:
+        computed_M = here_M - here_M % columns + batch.computed_BT.flatten()
+    owners_M = begins_M.cumsum(0)
+    numbers, owners_N = owners_M[asked_N].unique(return_inverse=True)
+    ends = torch.searchsorted(owners_M, numbers, right=True) - 1
+    tokens, begins, computed = batch.token_ids_BT.flatten().tolist(), begins_M.tolist(), computed_M.tolist()
+    sequences = []
+    for end in ends.tolist():
+        places = [
+            computed[end]
+        ]  # from the last token back through what other trajectories share with this one
+        while not begins[places[-1]]:
+            places.append(computed[places[-1] - 1])
+        sequences.append([tokens[place] for place in reversed(places)])
+    return sequences, owners_N
+
+
+def _of_sglang(answer: Any, token_ids: list[int], top: int) -> Scores:
+    """Read `input_token_logprobs` and `input_top_logprobs`, whose rows are [log-prob, id, text]."""
+    meta, rest = answer["meta_info"], token_ids[1:]
+    tops = meta["input_top_logprobs"][1:] if top else [()] * len(rest)
+    return [
+        (float(row[0]), [(int(number), float(logprob)) for logprob, number, *_ in best])
+        for _, row, best in zip(rest, meta["input_token_logprobs"][1:], tops, strict=True)
+    ]
+
+
+def _of_vllm(answer: Any, token_ids: list[int], top: int) -> Scores:
+    """Read `prompt_logprobs`: by id the log-prob and rank of the token itself and of the most probable ones."""
+    scores = []
+    for token, row in zip(token_ids[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True):
+        ranked = sorted((item["rank"], int(number), float(item["logprob"])) for number, item in row.items())
+        scores.append(
+            (float(row[str(token)]["logprob"]), [(number, logprob) for _, number, logprob in ranked[:top]])
+        )
+    return scores
