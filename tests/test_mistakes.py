@@ -457,11 +457,13 @@ def test_the_untouched_configuration_trains(capsys):
     assert code == 0, told
 
 
-@pytest.mark.parametrize(("reward", "learns"), [("equal", False), ("uneven", True)])
-def test_a_run_that_learned_nothing_is_reported_at_its_end(reward, learns, capsys):
-    code, told = answer(capsys, ["train", "small.yaml", f"rewards=['mine:{reward}']"])
+@pytest.mark.parametrize(
+    ("reward", "lr", "learns"), [("equal", 1e-3, False), ("uneven", 1e-3, True), ("uneven", 1e-30, False)]
+)
+def test_a_run_that_learned_nothing_is_reported_at_its_end(reward, lr, learns, capsys):
+    code, told = answer(capsys, ["train", "small.yaml", f"rewards=['mine:{reward}']", f"training.lr={lr}"])
     assert code == 0, told
-    assert ("no update since this start had anything to learn from" in told) is not learns
+    assert ("no update since this start changed the weights" in told) is not learns
 
 
 def test_debug_shows_the_line_of_ones_own_reward(caplog):

@@ -20,12 +20,8 @@ from rl4llm.runtime.quantized import BLOCK, SMALL, adamw8bit
 from rl4llm.runtime.ranks import part, part_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-QUANTIZED = (
-    "state1",
-    "state2",
-    "absmax1",
-    "absmax2",
-)  # bitsandbytes' names: moments, and the scales of their blocks
+QUANTIZED = ("state1", "state2", "absmax1", "absmax2")  # bitsandbytes' moments, and the scales of their blocks
+SAMPLED = 256  # weights of each matrix: the begin of its first row, which the first rank has however it is sharded
 
 # share of the way from the end of the warm-up (0) to the last step (1) -> factor of the learning rate
 SCHEDULES: Registry[Callable[[float], float]] = Registry("training.schedule")
@@ -116,7 +112,12 @@ class Optimizer:
                 torch._foreach_mul_([part(gradient) for gradient in gradients], scale)
             for group in self.adam.param_groups:
                 group["lr"] = lr
+            before = self._sample()
             self.adam.step()
+            change, size = (self._sample() - before).norm(), before.norm()
+            metrics["update_ratio"] = (
+                (change / size).nan_to_num(posinf=0.0).item()
+            )  # 0 / 0 where nothing trains
             self._round()
             self.step_number += 1
         else:
@@ -192,6 +193,15 @@ class Optimizer:
         state["step"] = step
         for key in self._shapes(name):
             state[key].copy_(moments[f"{name}.{key}"])
+
+    @torch.no_grad()
+    def _sample(self) -> Tensor:
+        """Return a copy of a few weights of each matrix."""
+        matrices = [
+            own for parameter in self.stepped.values() if (own := part(parameter)).ndim > 1 and len(own)
+        ]
+        rows = [own[(0,) * (own.ndim - 1)][:SAMPLED] for own in matrices]
+        return torch.cat(rows).float() if rows else torch.zeros(0)
 
     @torch.no_grad()
     def _round(self) -> None:

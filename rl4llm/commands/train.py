@@ -47,8 +47,8 @@ def train(config: Any, force: bool) -> int:
         return STOPPED
     if trainer.ranks.is_first and trainer.updates and not trainer.updates[True]:
         say(
-            "Warning: no update since this start had anything to learn from, so the weights are the same. Next: "
-            "`rl4llm check CONFIG --task` shows rewards of samples, and why their groups teach nothing."
+            "Warning: no update since this start changed the weights: there was nothing to learn from, or training.lr is "
+            "so low that it was rounded away. `rl4llm check CONFIG --task` shows rewards of samples and what groups teach."
         )
     if trainer.ranks.is_first and config.output.console != "quiet":
         show(

@@ -73,6 +73,8 @@ success | Success rate of a part or pool, as an exponential mean. | share |
 loss | Sum of the weighted token losses of an optimizer step. | loss | finite
 policy_loss | Mean policy-gradient loss over the policy's tokens. | loss | finite
 grad_norm | Norm of the gradient before clipping. | norm | above 0 and stable
+update_ratio | Norm of an optimizer step's change of a few weights of each matrix, relative to their norm. | ratio | above
+  3e-8, where float32 rounds it away
 lr | Learning rate of the optimizer step. | learning rate |
 ratio/mean | Mean ratio of new to old probabilities of the sampled tokens. | ratio | near 1
 ratio/max | Largest ratio of new to old probability of a sampled token. | ratio |

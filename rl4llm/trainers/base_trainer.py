@@ -47,6 +47,7 @@ class Step:
 
 
 AnyStep = TypeVar("AnyStep", bound=Step)
+ROUNDED = 2.0**-25  # of a weight: float32 rounds a smaller change away
 CODE = f"code of {sys.implementation.cache_tag}"  # another Python compiles the same code to another digest
 
 
@@ -102,7 +103,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
         self.ranks = ranks or Ranks()
         self.step = 0
         self.stopped = False  # by a signal, before max_steps
-        # of the model since this start, by whether there was a token to learn from
+        # of the model since this start, by whether its weights moved
         self.updates: Counter[bool] = Counter()
         self._stop_requested = threading.Event()
         self._finishing = 1  # the step after which a signal stops
@@ -191,7 +192,6 @@ class BaseTrainer(ABC, Generic[AnyStep]):
     def update(self, update: Update, step: AnyStep) -> dict[str, float]:
         """Take one optimizer step of one model. Without a token to learn from, its weights stay unchanged."""
         metrics = {"update/empty": 1.0}
-        self.updates[bool(update.batches)] += update.model == "model"
         if update.batches:
             model, objective = self.models()[update.model], self.objective(update, step)
             with self.clock("update" if update.model == "model" else update.model):
@@ -201,6 +201,7 @@ class BaseTrainer(ABC, Generic[AnyStep]):
                 ]
                 metrics = of_update(parts, self.ranks) | model.optim_step()
                 self.watch(update, metrics)
+        self.updates[metrics.get("update_ratio", len(update.batches)) > ROUNDED] += update.model == "model"
         return self.after_update(update, step, metrics)
 
     def objective(self, update: Update, step: AnyStep | None = None) -> dict[str, Any]:
