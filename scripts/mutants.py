@@ -826,6 +826,24 @@ CHAT = _of(
      "test_chat.py::test_an_unfinished_run_answers_with_its_last_checkpoint"),
 )  # fmt: skip
 
+REPORTED = "test_trend.py::test_a_flat_reward_that_is_expected_is_not_reported"
+
+PROGRESS = _of(
+    "tracking",
+    "tests/tracking",
+    ("progress_error", "trend.py", "(noise + other) / third", "0.0",
+     "test_trend.py::test_the_change_is_welchs_between_the_thirds"),
+    ("progress_noise", "trend.py", "<= 3 * self.error", "<= 1e9",
+     "test_trend.py::test_the_change_is_noise_within_three_errors"),
+    ("progress_allowed", "trend.py", "+ 2 * self.error", "", "test_trend.py::test_a_reward_that_rises_is_not_reported"),
+    ("progress_updates", "trend.py", 'not row.get("grad_norm") or ', "", REPORTED),
+    ("progress_opponents", "alerts.py", '("role/", "curriculum/")', '("curriculum/",)', REPORTED),
+    ("progress_ratio", "../backends/optimizer.py", "(self._sample() - before).norm()", "before.norm()",
+     "../backends/test_optimizer.py::test_the_update_ratio_is_the_change_of_the_weights"),
+    ("progress_rounded", "../trainers/base_trainer.py", '"update_ratio", len', '"", len',
+     "../test_mistakes.py::test_a_run_that_learned_nothing_is_reported_at_its_end"),
+)  # fmt: skip
+
 MUTANTS = {
     mutant.name: mutant
     for mutant in chain(
@@ -853,5 +871,6 @@ MUTANTS = {
         COMPAT,
         CHAT,
         PANEL,
+        PROGRESS,
     )
 }

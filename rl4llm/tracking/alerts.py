@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl4llm.tracking.trend import Change, Trend
+
 Row = Mapping[str, Any]
 
 FIRST = 5  # steps that show how a run began
@@ -33,6 +35,8 @@ LATE = 0.02  # of the attempts of a step; rollout.max_failed_share stops a run a
 BOTH_WAIT = 0.25  # of a step
 CLIPPED = 0.05  # of the tokens of a first update, where ratios should be 1
 REFUSED = 0.05  # of the answers of a step
+SMALL = 0.2  # standard deviations of an episode's reward: a small effect (Cohen 1988)
+TREND = "trend"  # key of a row for how the reward changed until then
 _REFUSED = re.compile("(?:.*/)?model_faults/.+/refused")
 _RAISED = re.compile("((?:.*/)?tool/(.+))/raised/(.+)")
 
@@ -183,6 +187,25 @@ def clipped_first(row: Row, first: Sequence[Row]) -> str | None:
     return f"{share:.0%} of the tokens are clipped in the first updates of steps" if share > CLIPPED else None
 
 
+def no_progress(row: Row, first: Sequence[Row]) -> str | None:
+    """Return the sign if the reward stays where it began, as far as its noise can tell, and is not good yet.
+
+    Where opponents learn too, or prompts follow the policy, a constant reward is expected.
+    """
+    change: Change | None = row.get(TREND)
+    moves_along = any(name.startswith(("role/", "curriculum/")) or name.endswith("/weight") for name in row)
+    if change is None or moves_along or _number(row, "accuracy") >= SUCCESS:
+        return None
+    if not change.is_noise or change.largest > SMALL * change.scale:
+        return None
+    begin, end, most = (f"{number:.3g}" for number in (change.begin, change.end, change.largest))
+    seen = f"the reward was {begin} in the first third of {change.steps} steps and {end} in the last, and by its noise"
+    seen += f" changed by at most {most}"
+    if "update_ratio" in row:
+        seen += f"; an update changes the weights by {row['update_ratio']:.0e} of their size"
+    return seen + f"; {1 - _number(row, 'groups/zero_spread'):.0%} of the groups teach"
+
+
 RULES = (
     Rule(
         "constant reward",
@@ -227,6 +250,13 @@ RULES = (
         no_gradient,
         "The optimizer steps do not change the weights.",
         "algorithm (what it filters or masks), model.lora, and training.lr",
+    ),
+    Rule(
+        "no progress",
+        "update_ratio",
+        no_progress,
+        "Many steps more of the same will hardly help.",
+        "training.lr (three to ten times as much), then the share of groups that teach and `rl4llm check --task`",
     ),
     Rule(
         "timeouts",
@@ -306,9 +336,13 @@ class Alerts:
     rules: Sequence[Rule] = RULES
     _first: list[Row] = field(default_factory=list)
     _states: dict[str, _Sign] = field(default_factory=dict)
+    _trend: Trend = field(default_factory=Trend)
 
     def take(self, step: int, row: Row) -> list[Alert]:
         """Return the alerts that begin or end in this step."""
+        self._trend.take(row)
+        if change := self._trend.change():
+            row = {**row, TREND: change}
         alerts = [self._apply(rule, step, row) for rule in self.rules]
         if len(self._first) < FIRST:
             self._first.append(row)

@@ -2,8 +2,9 @@ import math
 
 import pytest
 
-from rl4llm.tracking.alerts import CALM, COLLAPSED, LARGE, RULES, TRUNCATED, Alerts
+from rl4llm.tracking.alerts import CALM, COLLAPSED, LARGE, RULES, TREND, TRUNCATED, Alerts
 from rl4llm.tracking.glossary import find
+from rl4llm.tracking.trend import Change
 
 HEALTHY = {
     "groups/zero_spread": 0.4,
@@ -47,6 +48,7 @@ SICK = {
     "no calls": {"env/tool_calls": 0.0, "env/tool_errors": 0.0},
     "refused answers": {"model_faults/llm_judge/refused": 20.0},
     "binding staleness": {"staleness": 1.0, "time/rollout": 6.0, "time/step": 10.0, "fleet/idle": 0.4},
+    "no progress": {TREND: Change(steps=40, begin=0.66, end=0.68, error=0.02, scale=0.47)},
     "timeouts": {"failures/math/timeout": 2.0, "played_again/llm_judge/timeout": 3.0, "failures": 2.0},
 }
 
