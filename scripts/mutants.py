@@ -842,6 +842,12 @@ PROGRESS = _of(
      "../backends/test_optimizer.py::test_the_update_ratio_is_the_change_of_the_weights"),
     ("progress_rounded", "../trainers/base_trainer.py", '"update_ratio", len', '"", len',
      "../test_mistakes.py::test_a_run_that_learned_nothing_is_reported_at_its_end"),
+    ("progress_hparams", "tensorboard.py", "redacted(swept | dict(run.config))", "redacted(run.config)",
+     "test_tensorboard.py::test_the_keys_of_a_sweep_are_the_first_hyper_parameters"),
+    ("progress_points", "../commands/sweep.py", "escaped(text, safe='')", "text",
+     "../commands/test_sweep.py::test_points_are_all_combinations_in_the_given_order"),
+    ("progress_done", "../commands/sweep.py", ".values() == values", ".values() != values",
+     "../commands/test_sweep.py::test_a_failed_point_ends_no_other_and_done_ones_are_left_out"),
 )  # fmt: skip
 
 MUTANTS = {

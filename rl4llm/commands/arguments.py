@@ -76,5 +76,15 @@ def add_force(command: argparse.ArgumentParser) -> None:
     command.add_argument("--force", action="store_true", help="resume even if the configuration changed")
 
 
+def add_sweep(command: argparse.ArgumentParser) -> None:
+    """Add the option of `rl4llm.commands.sweep`."""
+    command.add_argument(
+        "--sweep",
+        nargs="+",
+        metavar="KEY=V1,V2",
+        help="a run for each combination of values, one after another, in directories of output.dir",
+    )
+
+
 def add_json(command: argparse.ArgumentParser, what: str = "print the result as JSON, for scripts") -> None:
     command.add_argument("--json", action="store_true", help=what)

@@ -6,7 +6,7 @@ import argparse
 from shlex import quote
 from typing import Any
 
-from rl4llm.commands.arguments import add_command, add_config, add_force
+from rl4llm.commands.arguments import add_command, add_config, add_force, add_sweep
 from rl4llm.commands.output import STOPPED, say, show
 
 
@@ -14,6 +14,7 @@ def add(commands: Any) -> None:
     examples = (
         "rl4llm train configs/quickstart.yaml model.path=runs/quickstart/warm",
         "rl4llm train configs/gsm8k_grpo.yaml training.lr=2e-6 output.dir=runs/slower",
+        "rl4llm train configs/gsm8k_grpo.yaml --sweep training.lr=1e-6,1e-5 algorithm.kl_coef=0,0.01",
         "rl4llm train configs/sft.yaml model.path=models/base data.path=conversations.jsonl eval.every=0",
         "rl4llm train configs/dpo.yaml model.path=runs/sft data.path=preferences.jsonl eval.every=0",
     )
@@ -21,10 +22,17 @@ def add(commands: Any) -> None:
     command = add_command(commands, "train", run, about, examples, resumes=True)
     add_config(command)
     add_force(command)
+    add_sweep(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from rl4llm.config import load_config
+
+    if arguments.sweep:
+        from rl4llm.commands.sweep import sweep
+
+        start = ["train", *["--force"] * arguments.force]
+        return sweep(arguments.config, arguments.overrides, arguments.sweep, start)
 
     return train(load_config(arguments.config, arguments.overrides), arguments.force)
 

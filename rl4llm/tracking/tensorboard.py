@@ -31,7 +31,8 @@ class TensorBoardTracker(Tracker):
         earlier = any(run.directory.glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(str(run.directory), purge_step=run.resume_step + 1 if earlier else None)
         if run.config:
-            self._describe(redacted(run.config))
+            swept = {key: value for key, value in run.config.items() if f"{key}=" in run.directory.name}
+            self._describe(redacted(swept | dict(run.config)))  # the table opens with the first
 
     def __str__(self) -> str:
         return "TensorBoard"

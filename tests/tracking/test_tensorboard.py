@@ -101,3 +101,13 @@ def test_hyper_parameters_are_in_the_events_of_the_run(tmp_path):
     content = multiplexer.SummaryMetadata("a", metadata.EXPERIMENT_TAG).plugin_data.content
     scores = {info.name.tag for info in metadata.parse_experiment_plugin_data(content).metric_infos}
     assert {"eval/accuracy", "train/accuracy", "reward/mean"} <= scores
+
+
+def test_the_keys_of_a_sweep_are_the_first_hyper_parameters(tmp_path):
+    config = {"algorithm.name": "grpo", "training.lr": 1e-5, "max_steps": 9, "algorithm.kl_coef": 0.1}
+    run = tmp_path / "training.lr=1e-5,algorithm.kl_coef=0.1"
+    TensorBoardTracker(TrackedRun(run, config=config)).close()
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    content = multiplexer.SummaryMetadata(run.name, metadata.EXPERIMENT_TAG).plugin_data.content
+    names = [info.name for info in metadata.parse_experiment_plugin_data(content).hparam_infos]
+    assert names == ["training.lr", "algorithm.kl_coef", "algorithm.name", "max_steps"]

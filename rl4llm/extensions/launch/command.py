@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from rl4llm.commands.arguments import add_command, add_config, add_force
+from rl4llm.commands.arguments import add_command, add_config, add_force, add_sweep
 from rl4llm.commands.output import say, show
 from rl4llm.core.errors import ConfigError
 
@@ -19,6 +19,7 @@ NO_EFFECT = {
     "with --on": (*OF_RANKS, "force", "dry_run"),
     "with --as": (*OF_RANKS, *OF_FILES),
     "without --on or --as": (*OF_FILES, "dry_run"),
+    "with --sweep": ("role", "out", "option", "submit", "dry_run"),
 }
 """Options that each way to launch would ignore."""
 
@@ -43,6 +44,7 @@ def add(commands: Any) -> None:
         "--restarts", type=int, metavar="N", help="restarts in a row without a new checkpoint (default: 0)"
     )
     add_force(command)
+    add_sweep(command)
     ways = command.add_mutually_exclusive_group()
     ways.add_argument(
         "--on",
@@ -82,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         way, start = ("with --on local", _here) if here else ("with --on", _elsewhere)
     else:
         way, start = ("with --as", _part) if arguments.role else ("without --on or --as", _ranks)
+    if arguments.sweep:
+        way, start = "with --sweep", _sweep
     for name in NO_EFFECT[way]:
         value = getattr(arguments, name)
         if value or type(value) is int:
@@ -97,6 +101,20 @@ def _check_config(arguments: argparse.Namespace) -> None:
     from rl4llm.compose import check_config  # takes seconds to import; an unknown key is reported before
 
     check_config(config, here=arguments.on in (None, "local") and not arguments.dry_run)
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    """Launch a run for each combination of values, one after another."""
+    from rl4llm.commands.sweep import sweep
+
+    names = ("on", *OF_RANKS)
+    options = [
+        f"--{name.replace('_', '-')}={value}"
+        for name in names
+        if (value := getattr(arguments, name)) is not None
+    ]
+    start = ["launch", *options, *["--force"] * arguments.force]
+    return sweep(arguments.config, arguments.overrides, arguments.sweep, start)
 
 
 def _ranks(arguments: argparse.Namespace) -> int:
