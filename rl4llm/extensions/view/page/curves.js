@@ -1,6 +1,7 @@
 // The curves of all metrics: the most important ones on top, the others by family.
 
 import { chart } from "./chart.js";
+import { compareView } from "./compare.js";
 import { csvOf, download } from "./csv.js";
 import { h, replace } from "./dom.js";
 import { AXES, hasBands, linesOf, pointsOf } from "./lines.js";
@@ -14,6 +15,8 @@ const FIRST = [
 export function curvesView(app) {
   const settings = { smoothing: 0.6, filter: "", axis: "step" };
   const story = storyView(app);
+  const compare = compareView(app);
+  const several = app.runs.length > 2; // whose headlines would push the curves off the screen
   const charts = new Map();
   const opened = new Set();
   const grid = h("div", { class: "charts" });
@@ -91,20 +94,24 @@ export function curvesView(app) {
     element: h(
       "section",
       {},
-      story.element,
+      several ? null : story.element,
+      compare.element,
       h("div", { class: "controls" }, filter, h("label", { for: "smoothing" }, "smoothing ", slider), h("label", { for: "axis" }, "over ", axis), h("label", { for: "bands" }, bands, " seeds as bands"), save),
       grid,
       rest,
+      several ? story.element : null,
     ),
     enter() {
       known = names().length;
       story.draw();
+      compare.draw();
       layOut();
       observer.observe(grid);
     },
     leave: () => observer.disconnect(),
     update({ metrics }) {
       story.draw();
+      compare.draw();
       if (!metrics) return;
       if (names().length !== known) layOut();
       else drawAll();
