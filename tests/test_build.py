@@ -614,6 +614,8 @@ def test_rate_that_a_program_sets_has_no_warning():
     assert len(rate_warnings(config)) == 1
     config.training.passes_per_rollout = 4
     assert rate_warnings(config) == []
+    config.training.lr = 1e-12  # float32 rounds it away
+    assert len(rate_warnings(config)) == 1
 
 
 def test_a_model_of_padded_rows_is_batched_by_length(model_dir, tmp_path):

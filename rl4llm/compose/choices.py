@@ -23,6 +23,7 @@ from rl4llm.rewards import check_reward
 from rl4llm.runs.run_dir import RunDir
 
 T = TypeVar("T")
+ROUNDED = 1e-9  # Adam's steps are about the learning rate, and half the distance of float32 numbers near 0.02 is 9e-10
 
 
 def check_config(config: Config, *, here: bool) -> None:
@@ -184,7 +185,7 @@ def _escapes(config: Config) -> list[str]:
 
 
 def rate_warnings(config: Config) -> list[str]:
-    """Return a warning if the learning rate is the default, or never gets through its warm-up.
+    """Return a warning if the learning rate is the default, never gets through its warm-up, or is rounded away.
 
     >>> from rl4llm.config import load_config
     >>> rate_warnings(load_config(overrides={"model.path": "m", "training.lr": 1e-6}))
@@ -196,6 +197,10 @@ def rate_warnings(config: Config) -> list[str]:
         return [
             f"training.warmup_steps={training.warmup_steps} is more than the {steps} optimizer steps of the run, so it ends "
             f"at {steps / training.warmup_steps:.0%} of training.lr={lr:g}. Set it lower."
+        ]
+    if 0 < lr < ROUNDED:
+        return [
+            f"training.lr={lr:g} is rounded away: float32 weights of the usual size, 0.02, are 2e-9 apart. Raise it."
         ]
     if "training.lr" in config.origin.keys or lr != TrainingConfig.lr:
         return []

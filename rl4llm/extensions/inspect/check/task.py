@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import Config
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.message import shortened
 from rl4llm.core.registry import PARTS, load, provided
-from rl4llm.core.types import TRUNCATED, Trajectory
+from rl4llm.core.types import TRUNCATED, Group, Trajectory
 from rl4llm.envs.mixture import MixedRollout
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.inspect.check.bench import Bench
@@ -21,6 +22,7 @@ from rl4llm.trainers.rl import RLTrainer
 
 MANY, FEW, MOST = 0.2, 0.05, 0.95
 """Shares of episodes or groups at which the report gives advice."""
+STILL = 0.02  # nats per token: a run that changes no more is not seen in the noise of rewards
 QUOTED = 3
 
 
@@ -30,7 +32,8 @@ class TaskReport:
 
     `quoted` are ground truths and the answers to them, those first that no reward could read; `refused` are calls that got
     errors.
-    `teaches` is whether any group has rewards that differ. Methods that compare them need such groups.
+    `teaches` is whether any group has rewards that differ. Methods that compare them need such groups. `update` is how much
+    an update on them changes the log-probs of their tokens, in nats, and `run` at most all updates; None without a gradient.
     """
 
     prompts: int
@@ -40,6 +43,8 @@ class TaskReport:
     quoted: Sequence[tuple[str, str]]
     refused: Sequence[str]
     teaches: bool
+    update: float | None
+    run: float | None
     advice: Sequence[str]
 
     def lines(self) -> Iterator[str]:
@@ -58,6 +63,8 @@ class TaskReport:
             yield from (f"  for example {text}" for text in self.refused)
         if metrics["failures"]:
             yield f"failed        {metrics['failures']:.0f} episodes, which would be left out"
+        if self.update is not None:
+            yield f"update        changes log-probs by {self.update:.1e} nats a token; the run, by at most {self.run:.1e}"
         yield from (f"change        {text}" for text in self.advice or ["nothing"])
 
 
@@ -114,6 +121,8 @@ def _examined(trainer: RLTrainer, config: Config, prompts: int) -> TaskReport:
     unanswered = [trajectory for trajectory in members if unread(trajectory)]
     no_answer = len(unanswered) / len(members)
     examples = unanswered or [group.trajectories[0] for group in groups]
+    update, times = _update(trainer, config, groups)
+    run = None if update is None else update * times
     return TaskReport(
         prompts=prompts,
         group_size=trainer.rollout.group_size,
@@ -125,12 +134,52 @@ def _examined(trainer: RLTrainer, config: Config, prompts: int) -> TaskReport:
         ],
         refused=_refused_calls(members),
         teaches=metrics.get("groups/zero_spread", 0.0) < 1,
+        update=update,
+        run=run,
         advice=[
+            *_of_rate(config, run),
             *_of_tools(metrics),
             *_of_length(trainer, config, members),
             *_advice(trainer, config, metrics, no_answer),
         ],
     )
+
+
+def _update(trainer: RLTrainer, config: Config, groups: Sequence[Group]) -> tuple[float | None, float]:
+    """Take an optimizer step on the groups; return the mean change of the log-probs of their tokens, in nats, and how many
+    such steps all those of the run would be if each went the same way."""
+    backend, critic = trainer.backend, trainer.algorithm.needs().critic
+    assert isinstance(backend, TorchBackend)  # see `Bench`
+    trainer.inference.lend_device(backend)
+    prepared = trainer.preparation.prepare(
+        [group for group in groups if trainer.algorithm.keep(group)], critic.warmup_steps if critic else 0
+    )
+    updates = [update for update in prepared.updates if update.model == "model" and update.batches]
+    if not updates:
+        return None, 0.0
+    batches, temperature = updates[0].batches, trainer.preparation.temperature
+    before = [backend.forward(batch, temperature=temperature) for batch in batches]
+    for batch in batches:
+        backend.forward_backward(batch, **trainer.objective(updates[0]), last=batch is batches[-1])
+    if not backend.optim_step()["grad_norm"]:
+        return None, 0.0
+    tokens = changed = 0.0
+    for batch, before_BT in zip(batches, before, strict=True):
+        mask_BT = batch.mask_BT.to(before_BT.device)
+        after_BT = backend.forward(batch, temperature=temperature)
+        changed += float(((after_BT - before_BT).abs() * mask_BT).sum())
+        tokens += float(mask_BT.sum())
+    rate, steps = backend.optimizer.options.lr_at, config.max_steps * len(updates)
+    return changed / max(tokens, 1.0), sum(map(rate, range(steps))) / rate(0) if rate(0) else 0.0
+
+
+def _of_rate(config: Config, run: float | None) -> Iterator[str]:
+    if run is not None and run < STILL:
+        enough = config.training.lr * STILL / max(run, 1e-9)
+        yield (
+            f"All {config.max_steps} steps change log-probs by at most {run:.1e} nats a token, which no reward shows. Raise "
+            f"training.lr={config.training.lr:g} to {enough:.0e} or more."
+        )
 
 
 def _refused_calls(members: Sequence[Trajectory]) -> list[str]:

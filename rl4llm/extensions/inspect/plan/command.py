@@ -41,6 +41,7 @@ def size(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from rl4llm.compose.choices import rate_warnings
     from rl4llm.config import load_config
     from rl4llm.extensions.inspect.plan.advice import changes
     from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
@@ -55,5 +56,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(as_json(plan, smaller))
     else:
-        show(*tables(plan), *verdict(plan, smaller))
+        show(*tables(plan), *verdict(plan, smaller), *rate_warnings(config))
     return 0 if plan.fits else 1

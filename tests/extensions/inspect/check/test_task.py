@@ -6,7 +6,7 @@ import pytest
 
 from rl4llm import load_tokenizer
 from rl4llm.cli import main
-from rl4llm.extensions.inspect.check.task import TaskReport
+from rl4llm.extensions.inspect.check.task import STILL, TaskReport
 
 PROMPTS = [{"prompt": f"What is {n}+1?", "ground_truth": str(n + 1)} for n in range(4)]
 
@@ -71,6 +71,22 @@ def test_a_task_with_gradients_passes(task):
     assert not any("group" in text for text in report["advice"])
     assert [truth for truth, _ in report["quoted"]] == ["'1'", "'2'", "'3'"]
     assert f"  ground truth '1', answer {report['quoted'][0][1]!r}" in TaskReport(**report).lines()
+
+
+def test_a_rate_that_changes_nothing_in_the_whole_run_is_named(task):
+    low, _ = task("rewards=['taught:odd']", "training.lr=1e-9")
+    high, _ = task("rewards=['taught:odd']", "training.lr=1e-4")
+    assert low["run"] < STILL < high["run"]
+    assert ["training.lr" in " ".join(report["advice"]) for report in (low, high)] == [True, False]
+    assert high["run"] == pytest.approx(50 * high["update"])
+    warm, _ = task("rewards=['taught:odd']", "training.lr=1e-4", "training.warmup_steps=10")
+    assert warm["update"] == pytest.approx(high["update"] / 10, rel=0.2)
+    assert warm["run"] == pytest.approx(warm["update"] * (sum(range(1, 11)) + 400))
+
+
+def test_groups_without_a_gradient_promise_no_change(task):
+    report, _ = task("rewards=['taught:right']")
+    assert report["update"] is None and report["run"] is None
 
 
 def test_a_task_that_is_solved_asks_for_harder_prompts(task):

@@ -197,6 +197,14 @@ def test_what_does_not_fit_comes_with_keys_that_make_it_fit(small):
     assert changed.fits and changed.peak.total == best.peak
 
 
+def test_a_plan_names_a_warm_up_beyond_the_run(small, capsys):
+    words = ["plan", "configs/quickstart.yaml", *_words(small()), "training.lr=1e-4", "max_steps=10"]
+    told = [
+        (main([*words, f"training.warmup_steps={steps}"]), capsys.readouterr().out)[1] for steps in (5, 20)
+    ]
+    assert ["training.warmup_steps=20" in text for text in told] == [False, True]
+
+
 def _words(config):
     keys = {"model.path": config.model.path, "data.path": "arithmetic", "data.limit": 8, "eval.every": 0}
     keys |= {"rollout.prompts": 4, "rollout.group_size": 4, "rollout.max_tokens": 16}
