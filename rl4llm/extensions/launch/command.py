@@ -107,6 +107,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     """Launch a run for each combination of values, one after another."""
     from rl4llm.commands.sweep import sweep
 
+    if arguments.on not in (None, "local"):
+        raise ConfigError(f"--sweep waits for each run, and --on {arguments.on} does not. Use --on local.")
     names = ("on", *OF_RANKS)
     options = [
         f"--{name.replace('_', '-')}={value}"

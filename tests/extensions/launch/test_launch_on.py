@@ -1,5 +1,6 @@
 """What is written for an engine is read by that engine's own tools, and started with stand-ins for its machines."""
 
+import json
 import os
 import re
 import signal
@@ -304,3 +305,22 @@ def test_slurm_options_about_processors_replace_the_usual_ones(written):
     script = (written("slurm", options=options) / "job.sbatch").read_text()
     assert "--cpus-per-task" not in script
     assert "--mem-per-cpu" not in script
+
+
+@pytest.mark.parametrize(
+    "options", [["--dry-run"], ["--on", "slurm"], ["--as", "trainer"]], ids=["print", "slurm", "as"]
+)
+def test_a_sweep_is_launched_only_where_its_runs_end(options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "configs/quickstart.yaml", "--sweep", "training.lr=1e-4,1e-3", *options]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_passes_its_options_to_each_launch(tmp_path, model_dir):
+    small = SmallRun.at(tmp_path, model_dir)
+    words = [*small.into("sweep", "rollout.prompts=1", "max_steps=1"), "--nproc", "2", "--sweep"]
+    program = [sys.executable, "-m", "rl4llm", "launch", *words, f"model.path=missing,{model_dir}"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    (file,) = (tmp_path / "sweep").glob("*/metrics.jsonl")
+    assert json.loads(file.read_text())["trajectories"] == 4  # of two ranks
