@@ -20,8 +20,15 @@ from rl4llm.runtime.quantized import BLOCK, SMALL, adamw8bit
 from rl4llm.runtime.ranks import part, part_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-QUANTIZED = ("state1", "state2", "absmax1", "absmax2")  # bitsandbytes' moments, and the scales of their blocks
-SAMPLED = 256  # weights of each matrix: the begin of its first row, which the first rank has however it is sharded
+QUANTIZED = (
+    "state1",
+    "state2",
+    "absmax1",
+    "absmax2",
+)  # bitsandbytes' moments, and the scales of their blocks
+SAMPLED = (
+    256  # weights of each matrix: the begin of its first row, which the first rank has however it is sharded
+)
 
 # share of the way from the end of the warm-up (0) to the last step (1) -> factor of the learning rate
 SCHEDULES: Registry[Callable[[float], float]] = Registry("training.schedule")
