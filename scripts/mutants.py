@@ -403,7 +403,7 @@ INFERENCE = _of(
      "test_families.py::test_a_window_hides_tokens_but_does_not_shorten_the_context"),
     ("grammar_of_the_sampler", "embedded/rows.py", "self._sampler(self._constrained(logits_BV))", "self._sampler(logits_BV)",
      "test_grammars.py::test_every_answer_to_a_schema_parses"),
-    ("grammar_of_the_trainer", "../backends/heads.py", "return _constrained(scores, plan.allowed, tile.rows, tile.columns)",
+    ("grammar_of_the_trainer", "../backends/heads.py", "return constrained(scores, plan.allowed, tile.rows, tile.columns)",
      "return scores", "test_grammars.py::test_recorded_log_probs_are_the_trainers"),
     ("grammar_apart", "../backends/heads.py", "first_N * sets + host.allowed_ids_BT.flatten()[asked_N] + 1",
      "first_N * sets", "test_grammars.py::test_layouts_and_micro_batches_keep_loss_and_gradient"),
