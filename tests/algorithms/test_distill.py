@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from invariance import groups
@@ -14,8 +15,10 @@ from rl4llm.algorithms.distill import compared
 from rl4llm.algorithms.divergence import divergence, with_tail
 from rl4llm.backends import distributions
 from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.core.allowed import bits
 from rl4llm.core.errors import ConfigError, EngineError
-from rl4llm.core.types import Group
+from rl4llm.core.types import Group, TokenSpan, Trajectory
+from rl4llm.data.grammars import masks
 from rl4llm.data.pack import Batching
 from rl4llm.trainers.passes import head_of
 from rl4llm.trainers.prepare import Preparation
@@ -94,11 +97,11 @@ def models(model):
     return student, teacher
 
 
-def gradient(algorithm, student, teacher, found, layout="sorted", budget=4096):
+def gradient(algorithm, student, teacher, found, layout="sorted", budget=4096, tokenizer=None):
     """Return loss and gradient of a step on these groups, through the passes that a trainer makes."""
     policy, reference = TorchBackend(student, lr=0.0), TorchBackend(teacher, trains=False)
     student.zero_grad()
-    batching = Batching(layout, algorithm.aggregation, 0, budget, 2048)
+    batching = Batching(layout, algorithm.aggregation, 0, budget, 2048, tokenizer=tokenizer)
     preparation = Preparation(
         algorithm=algorithm, policy=policy, reference=reference, batching=batching, temperature=0.8
     )
@@ -110,16 +113,21 @@ def gradient(algorithm, student, teacher, found, layout="sorted", budget=4096):
     return loss, {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
 
 
-def plain(algorithm, student, teacher, found):
-    """Return the same from whole logits, one trajectory at a time."""
+def plain(algorithm, student, teacher, found, tokenizer=None):
+    """Return the same from whole logits, one trajectory at a time; with a tokenizer, of what grammars allow."""
     student.zero_grad()
     total, count = 0.0, sum(one.num_policy_tokens for group in found for one in group.trajectories)
     for trajectory in (one for group in found for one in group.trajectories):
         ids = torch.tensor([trajectory.token_ids])
         sampled = torch.tensor([span.author == "policy" for span in trajectory.spans for _ in span.token_ids])
-        policy_TV = (student(ids).logits[0, :-1] / 0.8).log_softmax(-1)[sampled[1:]]
+        policy_TV = student(ids).logits[0, :-1][sampled[1:]] / 0.8
         with torch.no_grad():
-            teacher_TV = (teacher(ids).logits[0, :-1] / 0.8).log_softmax(-1)[sampled[1:]]
+            teacher_TV = teacher(ids).logits[0, :-1][sampled[1:]] / 0.8
+        if tokenizer:
+            words = [masks(tokenizer, one.grammar, one.token_ids) for one in trajectory.policy_spans]
+            blocked_TV = ~bits(torch.from_numpy(numpy.concatenate(words)), slice(0, policy_TV.shape[1]))
+            policy_TV, teacher_TV = (x.masked_fill(blocked_TV, -1e30) for x in (policy_TV, teacher_TV))
+        policy_TV, teacher_TV = policy_TV.log_softmax(-1), teacher_TV.log_softmax(-1)
         if algorithm.top_k:
             teacher_TV, top = teacher_TV.topk(algorithm.top_k, -1)
             policy_TV = policy_TV.gather(1, top)
@@ -150,6 +158,21 @@ def test_tiles_give_the_gradient_of_whole_logits(kind, top_k, model, monkeypatch
     for layout, budget in (("sorted", 4096), ("packed", 64), ("shared", 64), ("sorted", 1)):
         assert_same(gradient(algorithm, *models(model), found, layout, budget), expected)
     assert max(heights) == 3
+
+
+@pytest.mark.parametrize("top_k", [0, 4, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_distributions_are_of_what_a_grammar_allows(kind, top_k, model, tokenizer):
+    end = tokenizer.eos_token_id
+    grammars = [f"start: /[ab]{{0,3}}/ <[{end}]>", f"start: /[abc0-9]+/ <[{end}]>"]
+    turn, prompt = (*tokenizer.encode("ab"), end), TokenSpan.context(tokenizer.encode("How many coins?"))
+    spans = [TokenSpan(turn, "policy", (0.0,) * len(turn), 0, (), grammar) for grammar in grammars]
+    members = tuple(Trajectory("p", (prompt, span), (), {}, 1.0, "stop") for span in spans)
+    algorithm = Distill(teacher_path="t", divergence=kind, top_k=top_k, alpha=0.3)
+    expected = plain(algorithm, *models(model), [Group("p", members)], tokenizer)
+    for layout in ("sorted", "shared"):
+        actual = gradient(algorithm, *models(model), [Group("p", members)], layout, 4096, tokenizer)
+        assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
