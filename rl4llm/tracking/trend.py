@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -35,16 +36,13 @@ class Change:
 
 @dataclass(slots=True)
 class Trend:
-    """The reward of the steps that changed the policy; each step costs the same, however many came before.
+    """The reward of the steps that changed the policy.
 
     The error is Welch's, from how the means of steps differ within a third. So it contains the noise of samples, groups and
     prompts alike.
     """
 
-    _sums: list[tuple[float, float]] = field(
-        default_factory=lambda: [(0.0, 0.0)]
-    )  # of values and squares so far
-    _origin: float = 0.0  # the first value: squares of differences from it keep their digits
+    _rewards: list[float] = field(default_factory=list)
     _scale: float = 0.0  # sum over steps
 
     def take(self, row: Mapping[str, float]) -> None:
@@ -52,24 +50,15 @@ class Trend:
         reward, scale = (row.get(name, math.nan) for name in ("reward/mean", "reward/std"))
         if not row.get("grad_norm") or not math.isfinite(reward + scale):
             return
-        self._origin = self._origin if len(self._sums) > 1 else reward
-        total, squares = self._sums[-1]
-        self._sums.append((total + reward - self._origin, squares + (reward - self._origin) ** 2))
+        self._rewards.append(reward)
         self._scale += scale
 
     def change(self) -> Change | None:
         """Return how the reward changed, or None after too few steps."""
-        steps = len(self._sums) - 1
+        steps = len(self._rewards)
         if steps < FEWEST:
             return None
         third = steps // 3
-        (begin, noise), (end, other) = self._part(0, third), self._part(steps - third, steps)
-        error = math.sqrt((noise + other) / third)
-        return Change(steps, self._origin + begin, self._origin + end, error, self._scale / steps)
-
-    def _part(self, first: int, last: int) -> tuple[float, float]:
-        """Return the mean and the variance of the steps from `first` to before `last`."""
-        count = last - first
-        total, squares = (b - a for a, b in zip(self._sums[first], self._sums[last], strict=True))
-        mean = total / count
-        return mean, max(0.0, squares - count * mean**2) / (count - 1)
+        parts = self._rewards[:third], self._rewards[-third:]
+        (begin, end), (noise, other) = map(statistics.fmean, parts), map(statistics.variance, parts)
+        return Change(steps, begin, end, math.sqrt((noise + other) / third), self._scale / steps)
