@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from rl4llm.core.errors import RefusedError, UnreachableError
@@ -68,6 +69,13 @@ class ChatServer:
             return read(self._text(await self._transport.post("/chat/completions", request)))
 
         return await self.retry.run(attempt)
+
+    async def together(self, work: Iterable[Awaitable[T]]) -> list[T]:
+        """Return the results of all of the work, which asks at once; then disconnect."""
+        try:
+            return list(await asyncio.gather(*work))
+        finally:
+            await self.disconnect()
 
     async def disconnect(self) -> None:
         """Close the connections, which belong to the running event loop; the next request opens new ones."""

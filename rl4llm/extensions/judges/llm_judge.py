@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl4llm.core.base_env import RewardExample, SampleState
-from rl4llm.core.base_reward import BaseBatchReward
+from rl4llm.core.base_reward import BaseBatchReward, final_reply, policy_messages
 from rl4llm.core.errors import ConfigError, RefusedError, UnreachableError
 from rl4llm.core.schema import Count, checked, with_options
 from rl4llm.core.types import ChatMessage
@@ -113,7 +112,8 @@ class LLMJudge(BaseBatchReward):
             self._key(case): case for case, score in zip(cases, settled, strict=True) if score is None
         }
         self._refused.clear()
-        judged = run(self._judge_all(open_cases)) if open_cases else []
+        judging = (self._judge(key, case) for key, case in open_cases.items())
+        judged = run(self.server.together(judging)) if open_cases else []
         verdicts: dict[str, Scores | RewardFailure] = dict(zip(open_cases, judged, strict=True))
         results: list[float | RewardFailure] = []
         for sample, case, score in zip(samples, cases, settled, strict=True):
@@ -145,13 +145,6 @@ class LLMJudge(BaseBatchReward):
         judge = [self.server.model, self.rubric, self.lowest, self.highest]
         content = [*judge, case.question, case.reference, answer]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-    async def _judge_all(self, cases: Mapping[str, _Question]) -> list[Scores | RewardFailure]:
-        """Ask the judge about all cases at once, then disconnect."""
-        try:
-            return list(await asyncio.gather(*(self._judge(key, case) for key, case in cases.items())))
-        finally:
-            await self.server.disconnect()
 
     async def _judge(self, key: str, case: _Question) -> Scores | RewardFailure:
         mark = key[:12]  # hash of the whole content: adding the mark to a reply would change the mark
@@ -251,9 +244,7 @@ class Verdicts:
 def _case(sample: SampleState) -> _Question:
     if sample.episode is None:
         prompt: Sequence[ChatMessage] = sample.messages[: sample.init_msg_size]
-        replies = sample.messages[sample.init_msg_size :]
-        reply = next((message.content for message in reversed(replies) if message.role == "assistant"), "")
-        lines: Sequence[tuple[str, str]] = [("", reply)]
+        lines: Sequence[tuple[str, str]] = [("", final_reply(policy_messages(sample)))]
         roles: tuple[str, ...] = ("",)
     else:
         prompt, lines, roles = sample.episode.task, sample.episode.said, tuple(sample.episode.seats)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
@@ -111,7 +110,8 @@ class Rubric(BaseBatchReward):
         requests = [request for row in asked for request in row]
         new = {request.key: request for request in requests if self._verdicts.get(request.key) is None}
         tokens = self.server.counts["tokens"]
-        failures = run(self._judge_all(list(new.values()))) if new else {}
+        verdicts = run(self.server.together(map(self._judge, new.values()))) if new else []
+        failures = {key: failure for key, failure in zip(new, verdicts, strict=True) if failure}
         tokens = self.server.counts["tokens"] - tokens
         costs = {"judge_tokens": tokens / len(samples), "judge_reused": 1 - len(new) / max(len(requests), 1)}
         for sample in samples:
@@ -132,7 +132,6 @@ class Rubric(BaseBatchReward):
             raise DataError(str(error)) from None
 
     def examples(self) -> Sequence[RewardExample]:
-        """Return the configured examples."""
         return [example_of(item) for item in self._examples]
 
     def _criteria_of(self, columns: Mapping[str, Any]) -> Criteria:
@@ -173,14 +172,6 @@ class Rubric(BaseBatchReward):
         if not requests:
             return (0.0,) * len(criteria)
         return tuple(score for request in requests for score in self._verdicts.get(request.key) or ())
-
-    async def _judge_all(self, requests: Sequence[_Request]) -> dict[str, RewardFailure]:
-        """Ask the judge about all at once, then disconnect; return why verdicts are missing, by key."""
-        try:
-            failures = await asyncio.gather(*map(self._judge, requests))
-        finally:
-            await self.server.disconnect()
-        return {request.key: failure for request, failure in zip(requests, failures, strict=True) if failure}
 
     async def _judge(self, request: _Request) -> RewardFailure | None:
         body, malformed = self._body(request), 0
@@ -238,12 +229,8 @@ def _mark(request: _Request) -> str:
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of an object with exactly these properties."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [*properties],
-        "additionalProperties": False,
-    }
+    closed = {"required": [*properties], "additionalProperties": False}
+    return {"type": "object", "properties": properties, **closed}
 
 
 def _criteria(where: str, items: Any, before: Criteria = (), *, whole: bool = True) -> Criteria:
@@ -262,7 +249,6 @@ def _criteria(where: str, items: Any, before: Criteria = (), *, whole: bool = Tr
         criteria.append(Criterion(**row))
     names = [one.name for one in criteria]
     if len({*names}) < len(names) or (whole and all(one.weight <= 0 for one in criteria)):
-        raise ConfigError(
-            f"{where}: {names} is not a rubric. Give different names, and one of them a weight above 0."
-        )
+        wanted = "Give different names, and one of them a weight above 0."
+        raise ConfigError(f"{where}: {names} is not a rubric. {wanted}")
     return tuple(criteria)
