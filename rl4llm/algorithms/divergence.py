@@ -32,10 +32,8 @@ def with_tail(logprobs_NK: Tensor) -> Tensor:
     A sum over K outcomes alone is smallest where the policy has nothing outside of them; with the rest as one more outcome
     it is a divergence again, at most that of the whole distributions.
     """
-    covered_N1 = logprobs_NK.logsumexp(-1, keepdim=True)
-    covered_N1 = covered_N1.clamp(
-        max=-torch.finfo(logprobs_NK.dtype).eps
-    )  # rounding may give more than everything
+    most = -torch.finfo(logprobs_NK.dtype).eps  # rounding may give more than everything
+    covered_N1 = logprobs_NK.logsumexp(-1, keepdim=True).clamp(max=most)
     return torch.cat([logprobs_NK, torch.log(-torch.expm1(covered_N1))], -1)
 
 

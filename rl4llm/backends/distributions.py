@@ -27,9 +27,6 @@ from rl4llm.backends.heads import (
 from rl4llm.core.base_backend import Divergence
 from rl4llm.core.types import TrainBatch
 
-Pair = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""(log-probs (R, V) of the policy, the rows that they are of) -> log-probs (R, K) of the policy and of the reference."""
-
 
 @dataclass(frozen=True, slots=True)
 class ReferenceHead:
@@ -85,8 +82,15 @@ class DivergenceHead:
         states_UD = hidden_SD.index_select(0, place_BT.flatten()[once_U - 1])
         targets_U1 = batch.token_ids_BT.flatten()[once_U, None]
         allowed = allowed_tokens(batch, asked_N, once_U, entry_N)
-        if self.divergence.top and output is not None:
-            ids_UK, reference_UK = _top(batch, chosen_U)
+        top = self.divergence.top
+        if top:
+            ids_UK, reference_UK = (
+                batch.later[name].flatten(0, 1)[chosen_U]
+                for name in ("ref_top_ids_BTK", "ref_top_logprobs_BTK")
+            )
+        else:
+            others_UD = batch.later["ref_states_BTD"].flatten(0, 1)[chosen_U]
+        if top and output is not None:
             logprobs_UK, entropy_U = selected_logprobs(
                 states_UD, output, torch.cat([targets_U1, ids_UK], 1),
                 temperature=temperature, entropy=entropy, dtype=dtype, allowed=allowed,
@@ -94,13 +98,19 @@ class DivergenceHead:
             divergence_U = self.divergence.formula(logprobs_UK[:, 1:], reference_UK)
             numbers: tuple[Tensor, ...] = logprobs_UK[:, 0], entropy_U, divergence_U
         else:
-            pair = self._pair(batch, chosen_U, temperature, dtype, allowed)
 
-            def measure(scores_RV: Tensor, rows: slice) -> Tensor:
-                logprobs_RV = _among(scores_RV, allowed, rows).log_softmax(1)
+            def measure(policy_RV: Tensor, rows: slice) -> Tensor:
+                logprobs_RV = _among(policy_RV, allowed, rows).log_softmax(1)
                 sampled_R = logprobs_RV.gather(1, targets_U1[rows]).squeeze(1)
                 entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(1) if entropy else sampled_R.detach()
-                return torch.stack([sampled_R, entropy_R, self.divergence.formula(*pair(logprobs_RV, rows))])
+                if top:
+                    pair = logprobs_RV.gather(1, ids_UK[rows]), reference_UK[rows]
+                else:
+                    scores_RV = _scores(others_UD[rows], self.reference, temperature, dtype)
+                    scores_RV = _among(scores_RV, allowed, rows)
+                    width = min(logprobs_RV.shape[1], scores_RV.shape[1])  # one may have more padding
+                    pair = logprobs_RV[:, :width].log_softmax(1), scores_RV[:, :width].log_softmax(1)
+                return torch.stack([sampled_R, entropy_R, self.divergence.formula(*pair)])
 
             numbers = _by_rows(states_UD, output, measure, temperature, dtype).unbind()
         logprobs_BT, entropy_BT, divergence_BT = (spread(x[entry_N], asked_N, batch) for x in numbers)
@@ -110,23 +120,6 @@ class DivergenceHead:
         """Return the same for a batch that asks for no token."""
         return zeros_BT, zeros_BT if entropy else None, zeros_BT
 
-    def _pair(
-        self, batch: TrainBatch, chosen_U: Tensor, temperature: float, dtype: torch.dtype | None,
-        allowed: Allowed | None,
-    ) -> Pair:  # fmt: skip
-        if self.divergence.top:
-            ids_UK, reference_UK = _top(batch, chosen_U)
-            return lambda logprobs_RV, rows: (logprobs_RV.gather(1, ids_UK[rows]), reference_UK[rows])
-        states_UD = batch.later["ref_states_BTD"].flatten(0, 1)[chosen_U]
-
-        def pair(logprobs_RV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            scores_RV = _among(_scores(states_UD[rows], self.reference, temperature, dtype), allowed, rows)
-            # One may be padded beyond the tokens of both.
-            width = min(logprobs_RV.shape[1], scores_RV.shape[1])
-            return logprobs_RV[:, :width].log_softmax(1), scores_RV[:, :width].log_softmax(1)
-
-        return pair
-
 
 def row_tiles(states_ND: Tensor, output: OutputLayer | None) -> list[slice]:
     """Return slices of the rows whose logits fit into a tile together; all rows if the states are logits already."""
@@ -134,12 +127,6 @@ def row_tiles(states_ND: Tensor, output: OutputLayer | None) -> list[slice]:
     tile_bytes = TILE_BYTES if states_ND.device.type == "cpu" else GPU_TILE_BYTES
     height = max(1, num_rows if output is None else tile_bytes // (4 * len(output.weight_VD)))
     return [slice(top, min(top + height, num_rows)) for top in range(0, num_rows, height)]
-
-
-def _top(batch: TrainBatch, chosen_U: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probs (U, K) of the reference's most probable tokens."""
-    ids_BTK, logprobs_BTK = batch.later["ref_top_ids_BTK"], batch.later["ref_top_logprobs_BTK"]
-    return ids_BTK.flatten(0, 1)[chosen_U], logprobs_BTK.flatten(0, 1)[chosen_U]
 
 
 def _among(scores_RV: Tensor, allowed: Allowed | None, rows: slice) -> Tensor:

@@ -81,13 +81,10 @@ class ModelBackend(BaseBackend):
 
     def output(self) -> OutputLayer:
         layer = self.runner.output_layer()
-        named = {"weight": layer.weight_VD, "bias": layer.bias_V}
-        tensors = {}
-        for name, tensor in self._wholes(
-            {name: tensor for name, tensor in named.items() if tensor is not None}
-        ):
-            # what ranks put together is theirs to take apart again
-            tensors[name] = tensor.detach().to(self.device, copy=self._ranks.size > 1)
+        named = {"weight": layer.weight_VD} | ({} if layer.bias_V is None else {"bias": layer.bias_V})
+        # what ranks put together is theirs to take apart again
+        wholes, copies = self._wholes(named), self._ranks.size > 1
+        tensors = {name: tensor.detach().to(self.device, copy=copies) for name, tensor in wholes}
         return OutputLayer(tensors["weight"], tensors.get("bias"), layer.softcap)
 
     @abstractmethod

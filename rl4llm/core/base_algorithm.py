@@ -55,9 +55,7 @@ class Needs:
     reference: bool = False
     reference_path: str | None = None  # another model than the policy's own start
     reference_url: str | None = None  # of a server that scores tokens in its place, at temperature 1
-    references: Mapping[str, str] = field(
-        default_factory=dict
-    )  # others by environment: a path, or an address as above
+    references: Mapping[str, str] = field(default_factory=dict)  # by environment: a path, or an address
     divergence: Divergence | None = None  # of policy and reference, as `TrainBatch.ref_divergence_BT`
     reference_every: int = 0  # steps after which the policy becomes the reference; 0 is never
     reference_rate: float = 1.0  # how much of the way to the policy it then moves

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -30,10 +29,6 @@ class Teachers:
         """Return what `BaseBackend.refer` returns for one token or more."""
         first, *rest = (each.refer(part, top, temperature=temperature) for each, part in self._parts(batch))
         return {name: sum((each[name] for each in rest), tensor) for name, tensor in first.items()}
-
-    def output(self) -> Any:
-        """Raise TypeError: the output layers of references differ."""
-        raise TypeError("Several references have no common output layer. Set algorithm.top_k.")
 
     def _parts(self, batch: TrainBatch) -> Iterator[tuple[TokenScorer, TrainBatch]]:
         """Yield each reference and a batch that asks for its tokens alone; the numbers of all others are 0."""

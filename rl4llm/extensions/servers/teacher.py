@@ -48,10 +48,6 @@ class ServedTeacher:
         """Return what `BaseBackend.refer` returns for one token or more."""
         return dict(zip(REFERRED[1], self._numbers(batch, top), strict=True))
 
-    def output(self) -> Any:
-        """Raise TypeError: a server does not give whole distributions."""
-        raise TypeError("A server has no output layer for a divergence of the whole vocabulary.")
-
     def _numbers(self, batch: TrainBatch, top: int) -> list[Tensor]:
         asked_N, _, _ = asked_tokens(batch)
         zeros_BT = torch.zeros(batch.mask_BT.shape)
@@ -78,9 +74,8 @@ class ServedTeacher:
         answer = await self._retry.run(lambda _: self._http.post("/tokenize", body))
         await self._http.close()
         if list(answer["tokens"]) != list(ids):
-            raise ConfigError(
-                f"The tokenizer of {self._http.base_url} is not that of model.path. Serve another teacher."
-            )
+            place = self._http.base_url
+            raise ConfigError(f"The tokenizer of {place} is not that of model.path. Serve another teacher.")
         return name, models[0].get("owned_by") == "vllm"
 
     async def _all(self, sequences: Sequence[list[int]], top: int) -> list[Scores]:
@@ -101,46 +96,37 @@ class ServedTeacher:
         ]
 
     async def _scored(self, token_ids: list[int], top: int) -> Scores:
-        ask = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
-        sglang = {
-            "input_ids": token_ids,
-            "sampling_params": ask,
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        if self._is_vllm:
-            vllm = {"prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
-            answer = await self._http.post("/v1/completions", {"model": self._model, **vllm})
-        else:
-            answer = await self._http.post("/generate", sglang | ({"top_logprobs_num": top} if top else {}))
+        one = {"temperature": 1.0, "max_tokens": 1}
+        body: dict[str, Any] = {"model": self._model, "prompt": token_ids, "prompt_logprobs": top, **one}
+        path, read = "/v1/completions", _of_vllm
+        if not self._is_vllm:
+            body = {"input_ids": token_ids, "return_logprob": True, "logprob_start_len": 0}
+            body["sampling_params"] = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
+            body |= {"top_logprobs_num": top} if top else {}
+            path, read = "/generate", _of_sglang
+        answer = await self._http.post(path, body)
         try:
-            scores = (_of_vllm if self._is_vllm else _of_sglang)(answer, token_ids, top)
+            scores = read(answer, token_ids, top)
         except (LookupError, TypeError, ValueError) as error:
-            raise UnreachableError(
-                f"{self._http.base_url} did not score {len(token_ids)} tokens: {error!r}"
-            ) from error
+            reason = f"{self._http.base_url} did not score {len(token_ids)} tokens: {error!r}"
+            raise UnreachableError(reason) from error
         return [(NAN, [(0, NAN)] * top), *scores]
 
 
 def _sequences(batch: TrainBatch, asked_N: Tensor) -> tuple[list[list[int]], Tensor]:
     """Return the whole sequences of the trajectories that have asked tokens, and which of them each token is in (N,)."""
-    columns, here_M = batch.segment_ids_BT.shape[1], torch.arange(batch.segment_ids_BT.numel())
-    begins_M = (
-        batch.segment_ids_BT.diff(dim=1, prepend=torch.full_like(batch.segment_ids_BT[:, :1], -1)).flatten()
-        != 0
-    )
-    computed_M = here_M
+    segments_BT = batch.segment_ids_BT
+    begins_M = (segments_BT.diff(dim=1, prepend=segments_BT[:, :1] - 1) != 0).flatten()
+    computed_M = torch.arange(segments_BT.numel())
     if batch.computed_BT is not None:
-        computed_M = here_M - here_M % columns + batch.computed_BT.flatten()
+        computed_M += batch.computed_BT.flatten() - computed_M % segments_BT.shape[1]
     owners_M = begins_M.cumsum(0)
     numbers, owners_N = owners_M[asked_N].unique(return_inverse=True)
     ends = torch.searchsorted(owners_M, numbers, right=True) - 1
     tokens, begins, computed = batch.token_ids_BT.flatten().tolist(), begins_M.tolist(), computed_M.tolist()
     sequences = []
     for end in ends.tolist():
-        places = [
-            computed[end]
-        ]  # from the last token back through what other trajectories share with this one
+        places = [computed[end]]  # the last token, then back through what others share with this trajectory
         while not begins[places[-1]]:
             places.append(computed[places[-1] - 1])
         sequences.append([tokens[place] for place in reversed(places)])
