@@ -136,11 +136,8 @@ def _home(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the directory of a script's runs, named like it, unless the user names one; {} where no script runs."""
     file = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     name = (file.parent if file.stem == "__main__" else file).stem
-    return (
-        {"output.dir": f"runs/{name}"}
-        if name and not config and "output.dir" not in flatten(overrides)
-        else {}
-    )
+    names_it = config or "output.dir" in flatten(overrides)
+    return {} if names_it or not name else {"output.dir": f"runs/{name}"}
 
 
 def _check_model(model: Any, overrides: Mapping[str, Any]) -> None:

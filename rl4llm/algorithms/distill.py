@@ -58,10 +58,8 @@ class Distill(GRPO):
         needs = replace(needs, reference_url=self.teacher_url, references=self.teachers)
         if self.divergence == "sampled":
             return needs
-        return replace(
-            needs,
-            divergence=Divergence(partial(compared, self.divergence, self.alpha, self.top_k), self.top_k),
-        )
+        formula = partial(compared, self.divergence, self.alpha, self.top_k)
+        return replace(needs, divergence=Divergence(formula, self.top_k))
 
     def surrogate(self, batch: TrainBatch, logprobs_BT: Tensor) -> tuple[Tensor, TokenMetrics]:
         # The student of this update: an older one that sampled would be compared with the teacher in its place.

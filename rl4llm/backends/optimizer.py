@@ -20,15 +20,8 @@ from rl4llm.runtime.quantized import BLOCK, SMALL, adamw8bit
 from rl4llm.runtime.ranks import part, part_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-QUANTIZED = (
-    "state1",
-    "state2",
-    "absmax1",
-    "absmax2",
-)  # bitsandbytes' moments, and the scales of their blocks
-SAMPLED = (
-    256  # weights of each matrix: the begin of its first row, which the first rank has however it is sharded
-)
+QUANTIZED = ("state1", "state2", "absmax1", "absmax2")  # bitsandbytes' moments, then scales of their blocks
+SAMPLED = 256  # weights of each matrix: the begin of its first row, which the first rank has in any case
 
 # share of the way from the end of the warm-up (0) to the last step (1) -> factor of the learning rate
 SCHEDULES: Registry[Callable[[float], float]] = Registry("training.schedule")
@@ -122,9 +115,7 @@ class Optimizer:
             before = self._sample()
             self.adam.step()
             change, size = (self._sample() - before).norm(), before.norm()
-            metrics["update_ratio"] = (
-                (change / size).nan_to_num(posinf=0.0).item()
-            )  # 0 / 0 where nothing trains
+            metrics["update_ratio"] = (change / size).nan_to_num(posinf=0.0).item()  # nothing trains: 0 / 0
             self._round()
             self.step_number += 1
         else:
@@ -135,9 +126,7 @@ class Optimizer:
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return the moments by name, and how many steps each parameter has taken."""
         states = {name: self.adam.state[p] for name, p in self.stepped.items() if self.adam.state.get(p)}
-        moments = {
-            f"{name}.{key}": state[key] for name, state in states.items() for key in self._shapes(name)
-        }
+        moments = {f"{name}.{key}": states[name][key] for name in states for key in self._shapes(name)}
         return moments, {name: int(state["step"]) for name, state in states.items()}
 
     def check(self, moments: Mapping[str, Tensor], steps: Mapping[str, int]) -> None:
@@ -204,10 +193,8 @@ class Optimizer:
     @torch.no_grad()
     def _sample(self) -> Tensor:
         """Return a copy of a few weights of each matrix."""
-        matrices = [
-            own for parameter in self.stepped.values() if (own := part(parameter)).ndim > 1 and len(own)
-        ]
-        rows = [own[(0,) * (own.ndim - 1)][:SAMPLED] for own in matrices]
+        parts = map(part, self.stepped.values())
+        rows = [own[(0,) * (own.ndim - 1)][:SAMPLED] for own in parts if own.ndim > 1 and len(own)]
         return torch.cat(rows).float() if rows else torch.zeros(0)
 
     @torch.no_grad()

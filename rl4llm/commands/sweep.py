@@ -126,10 +126,9 @@ def _outcome(run: RunDir) -> list[Any]:
     from rl4llm.tracking.tracker import read_jsonl, rounded
 
     steps = [row for row in read_jsonl(run.metrics_file) if "tokens/s" in row]
-    held_out = [
-        row.get("accuracy", row.get("reward/mean", row.get("loss"))) for row in read_jsonl(run.eval_file)
-    ]
+    last: dict[str, Any] = next(reversed(read_jsonl(run.eval_file)), {})
+    held_out = last.get("accuracy", last.get("reward/mean", last.get("loss")))
     rewards = [row["reward/mean"] for row in steps if "reward/mean" in row][-ENDS:]
-    numbers = (next(reversed(held_out), None), statistics.fmean(rewards) if rewards else None)
+    numbers = (held_out, statistics.fmean(rewards) if rewards else None)
     step = steps[-1]["step"] if steps else None
     return [step, *(None if number is None else rounded(number) for number in numbers)]

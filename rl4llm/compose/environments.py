@@ -189,9 +189,8 @@ def check_columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> No
     """Raise DataError for a row without a text in one of these columns."""
     for number, row in enumerate(rows if names else ()):
         if empty := [name for name in names if not isinstance(row.get(name), str) or not row[name]]:
-            raise DataError(
-                f"{place(rows, number)}: no text in {empty}, which the algorithm needs. Add it, or set another column."
-            )
+            problem = f"{place(rows, number)}: no text in {empty}, which the algorithm needs"
+            raise DataError(f"{problem}. Add it, or set another column.")
 
 
 def _faulty_rows(rows: Any, rewards: Sequence[BaseRewardFunction]) -> dict[int, str]:

@@ -66,9 +66,7 @@ class BaseRewardFunction(ABC):
     needs_roles: bool = False  # whether it only works where several roles speak in an episode
     rewards_among_options: tuple[str, ...] = ()  # options of the constructor that are rewards themselves
     parts: Sequence[BaseRewardFunction] = ()  # rewards that this one asks; their examples must hold too
-    subscores: Sequence[
-        str
-    ] = ()  # scores behind its score, logged as NAME/SUBSCORE; algorithms may train them
+    subscores: Sequence[str] = ()  # scores behind its score, logged as NAME/SUBSCORE; they may train too
 
     def __init__(self, name: str | None = None):
         name = type(self).__name__ if name is None else name

@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FP32 = 4
-NF4 = (
-    1 / 2 + 1 / 64 + 4 / (64 * 256)
-)  # a weight, a byte of scale for 64 of them, an fp32 scale for 256 of these
+NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # a weight, a byte of scale for 64, an fp32 scale for 256 of these
 INT8 = 1 + 4 / 256  # a number of a moment, and an fp32 scale for 256 of them
 ONE_SEQUENCE = "server's KV cache of one sequence"
 

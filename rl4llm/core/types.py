@@ -135,16 +135,9 @@ class TokenSpan:
     @classmethod
     def policy(cls, completion: Completion) -> tuple[TokenSpan, ...]:
         """Return the tokens that the policy sampled: one span for each version of the weights."""
-        grammar = completion.grammar
+        ids, logprobs, grammar = completion.token_ids, completion.logprobs, completion.grammar
         return tuple(
-            cls(
-                completion.token_ids[start:end],
-                "policy",
-                completion.logprobs[start:end],
-                version,
-                (),
-                grammar,
-            )
+            cls(ids[start:end], "policy", logprobs[start:end], version, grammar=grammar)
             for start, end, version in completion.runs
         )
 

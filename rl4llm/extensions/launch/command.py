@@ -109,12 +109,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     if arguments.on not in (None, "local"):
         raise ConfigError(f"--sweep waits for each run, and --on {arguments.on} does not. Use --on local.")
-    names = ("on", *OF_RANKS)
-    options = [
-        f"--{name.replace('_', '-')}={value}"
-        for name in names
-        if (value := getattr(arguments, name)) is not None
-    ]
+    given = {name: getattr(arguments, name) for name in ("on", *OF_RANKS)}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     start = ["launch", *options, *["--force"] * arguments.force]
     return sweep(arguments.config, arguments.overrides, arguments.sweep, start)
 

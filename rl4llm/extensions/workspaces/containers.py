@@ -52,12 +52,8 @@ async def prepare(engine: str, name: str) -> Image:
         name = (await _output(engine, "pull", "-q", name)).decode().strip()
         details = await _output(engine, "image", "inspect", name)
     config = json.loads(details)[0]["Config"]
-    return Image(
-        engine,
-        name,
-        dict(entry.split("=", 1) for entry in config.get("Env") or ()),
-        config.get("WorkingDir") or "/",
-    )
+    environment = dict(entry.split("=", 1) for entry in config.get("Env") or ())
+    return Image(engine, name, environment, config.get("WorkingDir") or "/")
 
 
 def removal(engine: str, base: Path) -> list[str]:
@@ -70,12 +66,7 @@ class Container(Workspace):
     """A workspace that is a container. Files of a start are copied into it, and removed before the next start."""
 
     def __init__(
-        self,
-        image: Image,
-        base: Path,
-        ask: Ask,
-        doors: Mapping[str, Any],
-        release: Callable[[], None],
+        self, image: Image, base: Path, ask: Ask, doors: Mapping[str, Any], release: Callable[[], None]
     ):
         super().__init__(image.environment, image.cwd, release)
         self._image, self._base, self._ask, self._doors = image, base, ask, doors
@@ -136,9 +127,8 @@ class Container(Workspace):
 
         async def end() -> tuple[int, str]:
             code = await process.wait()
-            if (
-                code == ENGINE_FAILED and not (await self._state())["Running"]
-            ):  # else it is the program's code
+            lost = code == ENGINE_FAILED and not (await self._state())["Running"]  # else it is the program's
+            if lost:
                 raise WorkspaceError(f"run: {self._image.engine} has ended the container")
             return code if code >= 0 else KILLED, ""
 

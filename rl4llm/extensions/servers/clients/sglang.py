@@ -321,12 +321,8 @@ class SGLangClient(AdaptingClient):
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     forced = {"ebnf": params.grammar} if params.grammar else {}
-    return {
-        **sampling_options(params),
-        "max_new_tokens": params.max_tokens,
-        "top_k": params.top_k or -1,
-        **forced,
-    }
+    options = {"max_new_tokens": params.max_tokens, "top_k": params.top_k or -1}
+    return {**sampling_options(params), **options, **forced}
 
 
 def _sampled(answer: Any, request_id: str) -> Sampled:
