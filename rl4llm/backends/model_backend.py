@@ -74,6 +74,11 @@ class ModelBackend(BaseBackend):
         self._module = TokenNumbers(model, self.value_head, AUTOCAST[autocast], ranks)
 
     @torch.no_grad()
+    def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+        numbers_BT: Tensor = self._pass(batch, temperature, False)[0]
+        return numbers_BT
+
+    @torch.no_grad()
     def refer(self, batch: TrainBatch, top: int, *, temperature: float = 1.0) -> dict[str, Tensor]:
         head = load("rl4llm.backends.distributions:ReferenceHead")(top)
         numbers = self._pass(batch, temperature, False, head)

@@ -147,10 +147,6 @@ class TorchBackend(ModelBackend):
         # FSDP2 casts what it puts together
         return replace(whole, **device, casts=0, gathered=together, host=host)
 
-    @torch.no_grad()
-    def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-        return self._pass(batch, temperature, False)[0]
-
     def _pass(self, batch: TrainBatch, *how: Any) -> tuple[Any, ...]:
         return self._shared.numbers(batch.to(self.device), *how)
 

@@ -60,13 +60,13 @@ class TokenScorer(Protocol):
         """Return what `BaseBackend.forward` returns."""
         ...
 
+    @abstractmethod
     def refer(self, batch: TrainBatch, top: int, *, temperature: float = 1.0) -> dict[str, Tensor]:
-        """Return the tensors of a batch that a `Divergence` of this `top` needs, by name."""
-        ...
+        """Return the tensors of a batch that a `Divergence` of this `top` from this model needs, by name."""
 
+    @abstractmethod
     def output(self) -> Any:
-        """Return the whole output layer, without gradient, for `ref_states_BTD`."""
-        ...
+        """Return the whole output layer without gradient, for `ref_states_BTD`; all ranks call it."""
 
 
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16}
@@ -102,7 +102,7 @@ class BaseAdapter(ABC):
         """Switch the adapter off inside the context; nothing may train meanwhile."""
 
 
-class BaseBackend(ABC):
+class BaseBackend(TokenScorer, ABC):
     """A model that is trained, and the head that turns its output into one number per token.
 
     The loss of an optimizer step is the sum of ``losses_BT * batch.weights_BT`` over the `forward_backward` calls since
@@ -152,14 +152,6 @@ class BaseBackend(ABC):
     @abstractmethod
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
         """Return log-probs (B, T), fp32, no gradient, of each token given those before it; 0 where `mask_BT` is False."""
-
-    @abstractmethod
-    def refer(self, batch: TrainBatch, top: int, *, temperature: float = 1.0) -> dict[str, Tensor]:
-        """Return the tensors of a batch that a `Divergence` of this `top` from this model needs, by name."""
-
-    @abstractmethod
-    def output(self) -> Any:
-        """Return the whole output layer without gradient, for `TrainBatch.ref_states_BTD`; all ranks call it."""
 
     @abstractmethod
     def forward_backward(

@@ -166,10 +166,6 @@ class DeepSpeedBackend(ModelBackend):
             host=host + (weights if places["offload_param"] == "cpu" else 0),
         )
 
-    @torch.no_grad()
-    def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-        return self._pass(batch, temperature, False)[0]
-
     def _pass(self, batch: TrainBatch, *how: Any) -> tuple[Any, ...]:
         outputs: tuple[Any, ...] = self._engine(batch.to(self.device), *how)
         return outputs
