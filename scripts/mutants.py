@@ -820,6 +820,8 @@ CHAT = _of(
     "tests/extensions/evaluate",
     ("chat_prompt", "chat.py", '[*self._row["messages"], question]', "[question]",
      "test_chat.py::test_a_line_has_the_tokens_of_the_same_question_in_training"),
+    ("chat_answers", "chat_command.py", "for line in _lines())", "for line in [*_lines()])",
+     "test_chat.py::test_a_line_is_answered_before_the_next_is_read"),
     ("chat_history", "chat.py", "if self._state is not None and self._continues:", "if False:",
      "test_chat.py::test_lines_append_tokens_until_the_reset"),
     ("chat_tools_open", "chat.py", "lambda sample: None", "self._env.end_episode",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rl4llm.commands.output import say
+from rl4llm.commands.output import meanwhile, say
 from rl4llm.compose import build_algorithm
 from rl4llm.compose.data import training_rows
 from rl4llm.compose.setup import Given, Setup
@@ -158,7 +158,10 @@ def conversation(
         template = config.data.prompt_template
     else:
         config = _alone(load_config(None, [f"model.path={name}", *MODEL, *overrides]))
-    with at_work(config, checkpoint, replace(given, reward_functions=["tool_use"])) as trainer:
+    with ExitStack() as stack:
+        with meanwhile():
+            given = replace(given, reward_functions=["tool_use"])
+            trainer = stack.enter_context(at_work(config, checkpoint, given))
         talk = Conversation(trainer, template)
         try:
             yield talk
@@ -212,10 +215,11 @@ def _stored(run: RunDir) -> list[dict[str, Any]]:
 
 def _alone(config: Config) -> Config:
     """Return the configuration of this process alone, which only plays."""
-    return replace(
-        Config(
-            algorithm=PLAIN, output=OutputConfig(console="quiet"), seed=config.seed, threads=config.threads
-        ),
+    return Config(
+        algorithm=PLAIN,
+        output=OutputConfig(console="quiet"),
+        seed=config.seed,
+        threads=config.threads,
         model=config.model,
         data=DataConfig(special_tokens=config.data.special_tokens),
         env={key: value for key, value in config.env.items() if key != "remote"},

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.commands.arguments import add_command, add_overrides
-from rl4llm.commands.output import meanwhile, say, write_text
+from rl4llm.commands.output import say, write_text
 from rl4llm.runtime.terminal import visible
 
 if TYPE_CHECKING:
@@ -38,12 +37,8 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.evaluate.chat import conversation
 
-    with ExitStack() as stack:
-        with meanwhile():
-            talk = stack.enter_context(
-                conversation(arguments.model, arguments.overrides, part=arguments.part)
-            )
-        return max(answered(talk, line) for line in ("/reset", *_lines()))
+    with conversation(arguments.model, arguments.overrides, part=arguments.part) as talk:
+        return max((answered(talk, line) for line in _lines()), default=0)
 
 
 def answered(talk: Conversation, line: str) -> int:

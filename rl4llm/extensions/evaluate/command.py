@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,10 +106,7 @@ def _asked(arguments: argparse.Namespace) -> int:
     from rl4llm.extensions.evaluate.chat import conversation
     from rl4llm.extensions.evaluate.chat_command import answered
 
-    with ExitStack() as stack:
-        with meanwhile():
-            opened = conversation(arguments.config, arguments.overrides, model=arguments.model)
-            talk = stack.enter_context(opened)
+    with conversation(arguments.config, arguments.overrides, model=arguments.model) as talk:
         if not arguments.json:
             return answered(talk, arguments.ask)
         write_json([message.to_dict() for message in talk.ask(arguments.ask)])

@@ -189,3 +189,17 @@ def test_a_question_of_eval_is_answered_as_in_a_chat(run, capsys):
     with conversation(run) as talk:
         said = [item.to_dict() for item in talk.ask("Ann has 2 books?")]
     assert json.loads(capsys.readouterr().out) == said
+
+
+def test_a_line_is_answered_before_the_next_is_read(run, monkeypatch, capsys):
+    printed = []
+
+    def line(prompt=""):
+        printed.append(capsys.readouterr().out)
+        if len(printed) == 3:
+            raise EOFError
+        return "Ann has 2 books?"
+
+    monkeypatch.setattr("builtins.input", line)
+    assert main(["chat", run]) == 0
+    assert all(printed[1:])
