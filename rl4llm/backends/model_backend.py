@@ -185,9 +185,8 @@ class ModelBackend(BaseBackend):
 
     def info(self) -> dict[str, Any]:
         parameters = list(self._named_parameters().values())
-        packed = sum(
-            layer.in_features * layer.out_features for layer in quantized_layers(self.model).values()
-        )
+        layers = quantized_layers(self.model).values()
+        packed = sum(layer.in_features * layer.out_features for layer in layers)
         return {
             "architecture": type(self.model).__name__,
             "parameters": packed + sum(self._size(parameter) for parameter in parameters),
@@ -230,9 +229,8 @@ class ModelBackend(BaseBackend):
             name for name, item in self._named_parameters().items() if item.dim() == 3 and 1 not in item.shape
         ]
         if experts and quantized_layers(self.model):
-            warnings.append(
-                f"{experts[0]} and {len(experts) - 1} others are experts, which stay in model.dtype."
-            )
+            others = len(experts) - 1
+            warnings.append(f"{experts[0]} and {others} others are experts, which stay in model.dtype.")
         return warnings
 
     @cached_property

@@ -50,18 +50,16 @@ async def constrained(
     grammar = grammar_of(asked, dialect.calls, dialect.tokenizer, ends, prompt, constrains)
     if grammar and grammar not in _CHECKED:
         plain = re.sub(r"<\[\d+\]>", '"."', grammar)  # tokens need a tokenizer
-        process = await create_subprocess_exec(
-            sys.executable, "-c", COMPILE, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
-        )
+        words = (sys.executable, "-c", COMPILE)
+        process = await create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
         said, _ = await process.communicate(plain.encode())
         try:
             if said or process.returncode:
                 raise RefusedError(said.decode()[:300] or "it takes too much time or memory")
             await in_own_thread("rl4llm-grammar", partial(load(MATCHER), dialect.tokenizer, grammar))
         except RefusedError as error:
-            raise RequestError(
-                f"The format or the tools cannot be enforced: {error}", param="schema"
-            ) from error
+            problem = f"The format or the tools cannot be enforced: {error}"
+            raise RequestError(problem, param="schema") from error
         _CHECKED.add(grammar)
     return params.replace(grammar=grammar)
 

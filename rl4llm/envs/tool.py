@@ -239,9 +239,8 @@ class ToolMDPEnv(BaseMDPEnv):
         _count(sample, f"{name}/raised/{kind_and_line(error)}")
         if self.on_error == "fail" or isinstance(error, EnvError):
             step = "" if isinstance(error, EnvError) else MEND
-            sample.fail(
-                f"{raised(f'the tool {name}', error, self.tools[name].function)}{step}", f"tool/{name}"
-            )
+            problem = raised(f"the tool {name}", error, self.tools[name].function)
+            sample.fail(f"{problem}{step}", f"tool/{name}")
         return self._error(sample, f"{type(error).__name__}: {error}")
 
     def _in_turn(self, sample: SampleState, call: ToolCall) -> AbstractAsyncContextManager[Any]:

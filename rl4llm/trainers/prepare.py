@@ -72,9 +72,8 @@ class Preparation:
             if needs.old_entropy:
                 load("rl4llm.trainers.passes:fill_entropy")(self.policy, batch, self.temperature)
             if needs.reference and not needs.privileged:
-                load("rl4llm.trainers.passes:refer")(
-                    self.reference, batch, needs.divergence, self.temperature
-                )
+                refer = load("rl4llm.trainers.passes:refer")
+                refer(self.reference, batch, needs.divergence, self.temperature)
             if needs.critic:
                 batch.values_BT = self._numbers(self.critic, batch)
             if divergence is not None:

@@ -23,10 +23,8 @@ def fill_reference(
     """
     records = [(one, i) for one in trajectories for i in range(len(one.records))]
     read = [one.privileged[i] if one.privileged else None for one, i in records]
-    pairs = zip(records, read, strict=True)
-    packed = pack(
-        [replace(one, spans=spans, forks=(), turn_rewards=()) for (one, _), spans in pairs if spans]
-    )
+    pairs = [(one, spans) for (one, _), spans in zip(records, read, strict=True) if spans]
+    packed = pack([replace(one, spans=spans, forks=(), turn_rewards=()) for one, spans in pairs])
     numbers_N = torch.cat([torch.zeros(0), *(score(batch)[batch.mask_BT] for batch in packed)])
     numbers_N = numbers_N[_places(packed).argsort()]
     places_P = _places(batches)

@@ -234,6 +234,5 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         name = getattr(function, "__name__", function)
         step = "Next step: give each parameter a type hint, and the docstring an `Args:` that describes it."
         where = f" ({place})" if (place := place_of(function)) else ""
-        raise ConfigError(
-            f"The tool {name!r} has no schema: {str(error).rstrip('.!')}{where}. {step}"
-        ) from error
+        problem = str(error).rstrip(".!")
+        raise ConfigError(f"The tool {name!r} has no schema: {problem}{where}. {step}") from error

@@ -86,12 +86,10 @@ class Tasks:
             result = await _run(workspace, replace(task.test, env={**FRESH, **task.env, **task.test.env}))
             output = result.output
             if result.timed_out:
-                return Verdict(
-                    0.0, output=f"{output}\n[stopped after {task.test.wall_s:g} s]", timed_out=True
-                )
-            files = {
-                name: await workspace.read(f"{LOGS}/{name}", READ_BYTES) for name in (*REWARDS, *REPORTS)
-            }
+                output += f"\n[stopped after {task.test.wall_s:g} s]"
+                return Verdict(0.0, output=output, timed_out=True)
+            names = (*REWARDS, *REPORTS)
+            files = {name: await workspace.read(f"{LOGS}/{name}", READ_BYTES) for name in names}
             return read_verdict(files, result.code, task.test.text, output)
         except DataError as error:
             printed = Verdict(0.0, output=output or cleared.output).printed

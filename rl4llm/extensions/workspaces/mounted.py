@@ -142,9 +142,8 @@ async def message(stream: asyncio.StreamReader, step: str, wait_s: float | None 
         line = await asyncio.wait_for(stream.readline(), wait_s)
     except TimeoutError:
         line = b""
-    content: dict[str, Any] = (
-        json.loads(line) if line.endswith(b"\n") else {"error": f"{step}: a process of the workspace ended"}
-    )
+    ended = {"error": f"{step}: a process of the workspace ended"}
+    content: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else ended
     if "error" in content:
         raise WorkspaceError(content["error"])
     return content

@@ -151,9 +151,8 @@ def _update(trainer: RLTrainer, config: Config, groups: Sequence[Group]) -> tupl
     backend, critic = trainer.backend, trainer.algorithm.needs().critic
     assert isinstance(backend, TorchBackend)  # see `Bench`
     trainer.inference.lend_device(backend)
-    prepared = trainer.preparation.prepare(
-        [group for group in groups if trainer.algorithm.keep(group)], critic.warmup_steps if critic else 0
-    )
+    kept = [group for group in groups if trainer.algorithm.keep(group)]
+    prepared = trainer.preparation.prepare(kept, critic.warmup_steps if critic else 0)
     updates = [update for update in prepared.updates if update.model == "model" and update.batches]
     if not updates:
         return None, 0.0
