@@ -49,7 +49,7 @@ async def build(name: str, open_workspace: Callable[[Image], Awaitable[Mounted]]
             with tempfile.TemporaryFile() as archive:
                 await workspace.pack(archive.fileno())
                 archive.seek(0)
-                root = images.unpacked(name, digest, archive, shell=not plan.image.binds)
+                root = images.unpacked(name, digest, [archive], shell=not plan.image.binds)
         finally:
             await workspace.close()
     return replace(plan.image, root=root)

@@ -6,15 +6,17 @@ Their files belong to the workspaces' user; device nodes and the bits of setuid 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import platform
 import secrets
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.workspaces.keeper import program, remove
@@ -36,6 +38,7 @@ ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8",
     "TERM": "dumb",
 }  # fmt: skip
+MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}  # as Linux and as OCI name them
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +55,13 @@ def locate(name: str) -> Path:
     """Return the path of an image, which for "host" is /usr. Raises ConfigError if there is none."""
     path = Path("/usr" if name == "host" else name).expanduser().resolve()
     if not path.exists():
-        accepted = "'host', a directory, a tar; others with workspace.engine=podman"
+        accepted = "'host', a directory, a tar, an OCI layout; others with workspace.engine=podman"
         raise ConfigError(f"workspace.image={name!r} was not found. Accepted: {accepted}.")
     return path
 
 
 def prepare(name: str) -> Image:
-    """Return the image of a directory, a tar or the host. Raises ConfigError for one that cannot be used, and OSError."""
+    """Return the image of any form. Raises ConfigError for one that cannot be used, and OSError."""
     path = locate(name)
     if name == "host":
         return host()
@@ -66,13 +69,15 @@ def prepare(name: str) -> Image:
         with open(path, "rb") as archive:
             digest = hashlib.file_digest(archive, "sha256").hexdigest()
             archive.seek(0)
-            return Image(unpacked(name, digest, archive))
+            return Image(unpacked(name, digest, [archive]))
+    if (path / "oci-layout").is_file():
+        return _of_layout(name, path)
     digest = tree_digest(path)
     if (root := lookup(digest)) is None:
         with tempfile.TemporaryFile() as archive:
             _run(name, ["tar", "-C", str(path), "--one-file-system", "-cf", "-", "."], stdout=archive)
             archive.seek(0)
-            root = unpacked(name, digest, archive)
+            root = unpacked(name, digest, [archive])
     return Image(root)
 
 
@@ -88,11 +93,14 @@ def host() -> Image:
     return Image(root, (etc, *((os.path.realpath(path), path) for path in visible)), cwd="/root")
 
 
-def unpacked(name: str, digest: str, archive: IO[bytes], *, shell: bool = True) -> Path:
-    """Return the tree of an archive. Raises ConfigError if it cannot be read, or if there is no `shell` in it."""
+def unpacked(
+    name: str, digest: str, archives: Iterable[IO[bytes]], *, shell: bool = True, layers: bool = False
+) -> Path:
+    """Return the tree of archives, each over the last; `layers` also remove. Raises ConfigError without a `shell` in it."""
 
     def fill(root: Path) -> None:
-        _run(name, program("unpack", str(root)), stdin=archive)
+        for archive in archives:
+            _run(name, program("unpack", str(root), *["layer"] * layers), stdin=archive)
         if shell and not os.path.lexists(root / "bin/sh"):
             raise ConfigError(
                 f"workspace.image={name!r} has no /bin/sh: it is not the root of a file system."
@@ -128,6 +136,38 @@ def tree_digest(directory: Path) -> str:
                     content = hashlib.file_digest(file, "sha256").digest()
             digest.update(repr((str(path.relative_to(directory)), mode, content)).encode())
     return digest.hexdigest()
+
+
+def _of_layout(name: str, path: Path) -> Image:
+    """Return the image of an OCI layout for this machine, as image-spec 1.1 describes it."""
+    index, digest = json.loads((path / "index.json").read_text()), ""
+    target = {"os": "linux", "architecture": MACHINES.get(platform.machine(), platform.machine())}
+    while "manifests" in index:
+        rows = [row for row in index["manifests"] if target.items() <= row.get("platform", target).items()]
+        if (count := len({row["digest"] for row in rows})) != 1:
+            raise ConfigError(f"workspace.image={name!r} has {count} images for {target}, not one.")
+        index, digest = _json(name, path, rows[0]), rows[0]["digest"]
+    config = _json(name, path, index["config"]).get("config") or {}
+    variables = dict(entry.split("=", 1) for entry in config.get("Env") or ())
+    layers = (file for layer in index["layers"] for file in _blob(name, path, layer))
+    root = unpacked(name, digest.removeprefix("sha256:"), layers, layers=True)
+    return Image(root, environment=variables, cwd=config.get("WorkingDir") or "/")
+
+
+def _json(name: str, path: Path, descriptor: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(*map(json.load, _blob(name, path, descriptor)))
+
+
+def _blob(name: str, path: Path, descriptor: Mapping[str, Any]) -> Iterator[IO[bytes]]:
+    """Open a blob of a layout while it is used. Raises ConfigError if its content has another digest."""
+    digest = descriptor["digest"].removeprefix("sha256:")
+    with open(path / "blobs" / "sha256" / digest, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise ConfigError(
+                f"workspace.image={name!r}: the blob {digest} is damaged. Save the image again."
+            )
+        file.seek(0)
+        yield file
 
 
 def _fill_host(root: Path, visible: Sequence[str]) -> None:

@@ -39,8 +39,8 @@ class Workspaces:
     """Workspaces with the same image and limits; `count` are open at once.
 
     Args:
-        image: "host" for the machine's own /usr, a directory, a tar of a file system (also compressed), or a directory with
-            a Dockerfile. With podman or docker, what they can run, or a directory with a Dockerfile.
+        image: "host" for the machine's own /usr, a directory, a tar of a file system (also compressed), an OCI layout, or a
+            directory with a Dockerfile. With podman or docker, what they can run, or a directory with a Dockerfile.
         engine: "bwrap" mounts images and isolates programs itself; "podman" and "docker" run a container per workspace, with
             their isolation, which do not bound the disk and list changes by path.
         network: names of hosts that programs reach over HTTP and HTTPS, through a proxy that is announced to them.

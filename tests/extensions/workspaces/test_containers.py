@@ -83,6 +83,27 @@ def sh(command, **options):
     return lambda workspace: workspace.run(["sh", "-c", command], wall_s=60, **options)
 
 
+def test_a_saved_build_is_an_image_without_podman(podman, play, _walls, tmp_path, monkeypatch):
+    monkeypatch.setenv("RL4LLM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {NAME}\nARG WORD=built\nRUN echo $WORD > made; rm /bin/mark\nRUN rm -r /bin/seq; mkdir /bin/seq\n"
+    )
+    build = ["podman", "build", "-q", "-t", f"{NAME}-built", str(tmp_path)]
+    save = ["podman", "save", "-q", "--format", "oci-dir", "-o", str(tmp_path / "layout"), f"{NAME}-built"]
+    try:
+        for command in (build, save):
+            subprocess.run(command, check=True, capture_output=True)
+    finally:
+        subprocess.run(["podman", "rmi", "-f", f"{NAME}-built"], capture_output=True)
+    script = "pwd; echo $WHO; cat made; ls -d /bin/seq/ /bin/mark"
+    pool = Workspaces(image=str(tmp_path / "layout"))
+    try:
+        result = play(sh(script), pool)
+    finally:
+        pool.close()
+    assert result.output == "/work\nimage\nbuilt\nls: /bin/mark: No such file or directory\n/bin/seq/\n"
+
+
 def test_a_program_has_an_environment_and_a_directory(play):
     scenario = sh("cat; echo $NAME $WHO; pwd; echo last >&2; exit 3", env={"NAME": "a b"})
     result = play(scenario)

@@ -1,8 +1,13 @@
 """What may lie below a workspace, and that no archive writes outside of its tree."""
 
 import asyncio
+import copy
+import gzip
+import hashlib
 import io
+import json
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -77,17 +82,24 @@ ESCAPES = {
 }
 
 
-@pytest.mark.parametrize("name", ESCAPES)
-def test_an_archive_does_not_write_outside(name, play, archive, tmp_path):
+def outside(tmp_path, attack):
+    """Return a directory with a victim, and the members of an attack that names it."""
     out = tmp_path / "out"
     out.mkdir(mode=0o777)
     (out / "victim").write_text("mine")
     members = []
-    for made, content in ESCAPES[name]:
+    for made, content in attack:
+        made = copy.copy(made)
         made.name, made.linkname = (
             text.replace("{out}", str(out)[1:]) for text in (made.name, made.linkname)
         )
         members.append((made, content))
+    return out, members
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_an_archive_does_not_write_outside(name, play, archive, tmp_path):
+    out, members = outside(tmp_path, ESCAPES[name])
     try:
         result = play(sh("cat /hard /door/victim /it"), image=archive(members))
     except ConfigError:
@@ -134,6 +146,133 @@ def test_an_archive_is_unpacked_once(play, archive, tmp_path):
         play(sh("true"), image=path, pool=pool)
         pool.close()
     assert [entry.stat().st_ctime_ns for entry in (tmp_path / "cache" / "images").iterdir()] == [made]
+
+
+OTHER = b"of another platform, so it is not read"
+
+
+@pytest.fixture
+def layout(image, tmp_path):
+    """Return layout(*layers, config): an OCI layout of the small image and layers of members, behind two indexes."""
+
+    def made(*layers, config=None):
+        root = tmp_path / "layout"
+        (root / "blobs" / "sha256").mkdir(parents=True)
+
+        def blob(content, **keys):
+            digest = hashlib.sha256(content).hexdigest()
+            (root / "blobs" / "sha256" / digest).write_bytes(content)
+            return {"digest": f"sha256:{digest}", "size": len(content), **keys}
+
+        blobs = []
+        for number, members in enumerate(((), *layers)):
+            buffer = io.BytesIO()
+            with tarfile.open(fileobj=buffer, mode="w") as tar:
+                if number == 0:
+                    tar.add(image, ".")
+                for one, content in members:
+                    tar.addfile(one, io.BytesIO(content))
+            blobs.append(blob(gzip.compress(buffer.getvalue())))
+        settings = blob(json.dumps({"config": config or {}}).encode())
+        manifest = json.dumps({"config": settings, "layers": blobs}).encode()
+        machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+        here = {"os": "linux", "architecture": machine}
+        elsewhere = [here | {"os": "windows"}, here | {"architecture": "s390x"}]
+        entries = [blob(OTHER, platform=other) for other in elsewhere]
+        inner = blob(json.dumps({"manifests": [*entries, blob(manifest, platform=here)]}).encode())
+        (root / "index.json").write_text(json.dumps({"manifests": [inner]}))
+        (root / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+        return root
+
+    return made
+
+
+def test_layers_replace_and_remove_what_is_below(play, layout):
+    first = [
+        member("data/added", content=b"1"),
+        member("etc/x", content=b"1"),
+        member("etc/sub/old", content=b"1"),
+        member("data/.wh.removed"),
+    ]
+    second = [
+        member("data/kept", content=b"second\n"),
+        member("etc/sub/new", content=b"2"),
+        member("etc/.wh..wh..opq"),
+        member("etc/y", content=b"2"),
+    ]
+    root = layout(first, second, config={"Env": ["NAME=of the=image"], "WorkingDir": "/data"})
+    result = play(sh("pwd; echo $NAME; ls; cat kept; ls /etc /etc/sub"), image=str(root))
+    assert result.output == (
+        "/data\nof the=image\nadded\nkept\nmoved\nsecond\n/etc:\nsub\ny\n\n/etc/sub:\nnew\n"
+    )
+
+
+def test_a_layer_never_removes_its_own_files(play, layout):
+    layer = [member("data/kept", content=b"mine\n"), member("data/.wh.kept"), member(".wh.data")]
+    assert play(sh("ls /data; cat /data/kept"), image=str(layout(layer))).output == "kept\nmine\n"
+
+
+def test_a_tar_of_a_file_system_has_no_whiteouts(play, archive):
+    members = [member("data/.wh.kept", content=b"a file\n"), member("data/.wh..wh..opq")]
+    assert play(sh("cat /data/kept /data/.wh.kept"), image=archive(members)).output == "old\na file\n"
+
+
+def test_a_layout_is_the_base_of_a_dockerfile(play, layout, tmp_path):
+    root = layout([member("data/added", content=b"1\n")], config={"Env": ["A=b"], "WorkingDir": "/data"})
+    (tmp_path / "Dockerfile").write_text(f"FROM {root.name}\nRUN echo $A >> added\n")
+    assert play(sh("pwd; cat added"), image=str(tmp_path)).output == "/data\n1\nb\n"
+
+
+WHITEOUTS = ESCAPES | {
+    "a whiteout behind a link": [member("door", tarfile.SYMTYPE, "/{out}"), member("door/.wh.victim")],
+    "a whiteout of a parent": [member("../../{out}/.wh...")],
+    "a whiteout of a directory itself": [member("/{out}/.wh..")],
+    "a whiteout without a name": [member("/{out}/.wh.")],
+}
+
+
+@pytest.mark.parametrize("name", WHITEOUTS)
+def test_a_layer_does_not_change_what_is_outside(name, play, layout, tmp_path):
+    out, members = outside(tmp_path, WHITEOUTS[name])
+    try:
+        result = play(sh("cat /hard /door/victim /it"), image=str(layout(members)))
+    except ConfigError:
+        result = None
+    assert [path.name for path in out.iterdir()] == ["victim"] and (out / "victim").read_text() == "mine"
+    assert result is None or "mine" not in result.output
+
+
+def test_a_damaged_blob_is_refused(pool, layout, tmp_path):
+    root = layout()
+    for blob in (root / "blobs" / "sha256").iterdir():
+        content = blob.read_bytes()
+        if content != OTHER:
+            blob.write_bytes(content + b" ")
+            with pytest.raises(ConfigError):
+                asyncio.run(pool.open(str(root)))
+            blob.write_bytes(content)
+    assert not list((tmp_path / "cache" / "images").iterdir())
+
+
+def test_a_digest_that_climbs_is_never_read(pool, layout, tmp_path):
+    root = layout()
+    content = json.loads((root / "index.json").read_text())
+    [inner] = content["manifests"]
+    (tmp_path / "outside").write_bytes((root / "blobs/sha256" / inner["digest"][7:]).read_bytes())
+    inner["digest"] = "sha256:../../../outside"
+    (root / "index.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError):
+        asyncio.run(pool.open(str(root)))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_layout_has_one_image_for_this_machine(count, pool, layout):
+    root = layout()
+    (root / "index.json").write_text(
+        json.dumps({"manifests": [{"digest": f"sha256:{n}"} for n in range(count)]})
+    )
+    with pytest.raises(ConfigError):
+        asyncio.run(pool.open(str(root)))
 
 
 DOCKERFILE = """
