@@ -100,7 +100,8 @@ def run(root: Path, tests: Sequence[str], mutant: Mutant | None, timeout_s: floa
         if mutant:
             file = copy / mutant.file
             file.write_text(file.read_text().replace(mutant.code, mutant.broken))
-        environ = {"PYTHONPATH": directory, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join(filter(None, (directory, os.environ.get("PYTHONPATH"))))
+        environ = {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={copy / 'tmp'}", *tests]
         with (copy / "log").open("w") as log:
             process = subprocess.Popen(

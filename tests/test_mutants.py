@@ -38,10 +38,14 @@ def test_survivors_and_tests_that_cannot_start_fail_the_script(tmp_path):
     sums = "def add(a, b):\n    return a + b\n\n\ndef multiply(a, b):\n    return a * b\n"
     (tmp_path / "rl4llm" / "sums.py").write_text(sums)
     (tmp_path / "tests").mkdir()
-    text = "from rl4llm.sums import add, multiply\n\n\ndef test_sums():\n    assert (add(2, 1), multiply(3, 1)) == (3, 3)\n"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "beside.py").write_text("three = 3")
+    text = "from beside import three\nfrom rl4llm.sums import add, multiply\n\n\n"
+    text += "def test_sums():\n    assert (add(2, 1), multiply(3, 1)) == (three, 3)\n"
     (tmp_path / "tests" / "test_sums.py").write_text(text)
     command = [sys.executable, "-c", JUDGES, str(tmp_path), str(ROOT / "scripts")]
-    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take longer than all the rest
+    # The plugins take longer than all the rest.
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     killed, survived, _ = done.stdout.split("is returned")
