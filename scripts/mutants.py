@@ -829,6 +829,12 @@ PANEL = _of(
 CHAT = _of(
     "extensions/evaluate",
     "tests/extensions/evaluate",
+    ("oci_reward_of_0_and_1", "scores.py", "if rewards <= {0.0, 1.0}:", "if False:",
+     "test_scores.py::test_rewards_of_0_and_1_have_the_interval_of_shares"),
+    ("oci_reward_ends", "scores.py", "low=max(low, score.low), high=min(high, score.high)", "low=score.low",
+     "test_scores.py::test_interval_of_a_reward_stays_possible"),
+    ("oci_reward_differences", "scores.py", "if draws else (low, high)", "if False else (low, high)",
+     "test_scores.py::test_interval_of_a_reward_stays_possible"),
     ("chat_prompt", "chat.py", '[*self._row["messages"], question]', "[question]",
      "test_chat.py::test_a_line_has_the_tokens_of_the_same_question_in_training"),
     ("chat_answers", "chat_command.py", "for line in _lines())", "for line in [*_lines()])",

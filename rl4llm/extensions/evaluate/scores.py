@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rl4llm.core.base_env import SampleState
@@ -19,7 +19,8 @@ from rl4llm.core.types import Group, Trajectory
 
 Z = statistics.NormalDist().inv_cdf(0.975)
 SHARES = "95 %, over problems: Wilson's for shares, Student's with Agresti and Min's addition for their differences"
-INTERVALS = f"{SHARES}, Student's for rewards"
+INTERVALS = f"{SHARES}, as for rewards of 0 and 1; Student's for others, in 0 to 1 or -1 to 1 if they are"
+RANGES = ((0.0, 1.0), (-1.0, 1.0))  # of most rewards; an interval stays in the first that has all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +127,15 @@ def differences(
     problems: Sequence[Problem], baseline: Sequence[Problem], ks: Sequence[int]
 ) -> dict[str, Difference]:
     """Return how much better each score is than the baseline's, on the common problems."""
-    gained = {}
+    gained, pooled = {}, (*problems, *baseline)
     for name, measure in _measures(problems, ks).items():
         new, old = _by_prompt(measure, problems), _by_prompt(measure, baseline)
         if both := [prompt for prompt in new if prompt in old]:
             gains = [new[prompt] - old[prompt] for prompt in both]
-            fewest = min(item.samples for item in (*problems, *baseline) if measure(item) is not None)
+            fewest = min(item.samples for item in pooled if measure(item) is not None)
             attempts = int(name.removeprefix("pass@")) if name.startswith("pass@") else 1
-            score = mean_score(gains) if name == "reward" else difference_score(gains, fewest / attempts)
+            draws = fewest / attempts
+            score = _of_rewards(gains, pooled, draws) if name == "reward" else difference_score(gains, draws)
             gained[name] = Difference(statistics.fmean(old[prompt] for prompt in both), score)
     return gained
 
@@ -233,10 +235,24 @@ def _scores(problems: Sequence[Problem], ks: Sequence[int]) -> dict[str, Score]:
         for name, measure in _measures(problems, ks).items()
     }
     return {
-        name: mean_score(each) if name == "reward" else share_score(each)
+        name: _of_rewards(each, problems) if name == "reward" else share_score(each)
         for name, each in values.items()
         if each
     }
+
+
+def _of_rewards(values: Sequence[float], problems: Iterable[Problem], draws: float = 0) -> Score:
+    """Return the mean of rewards, or of their paired differences if `draws`, with an interval that is possible."""
+    rewards = {reward for item in problems for reward in item.rewards}
+    if rewards <= {0.0, 1.0}:
+        return difference_score(values, draws) if draws else share_score(values)
+    score = mean_score(values)
+    ranges = [ends for ends in RANGES if ends[0] <= min(rewards) and max(rewards) <= ends[1]]
+    if score.low is None or score.high is None or not ranges:
+        return score
+    low, high = ranges[0]
+    low, high = (low - high, high - low) if draws else (low, high)
+    return replace(score, low=max(low, score.low), high=min(high, score.high))
 
 
 def _by_prompt(measure: Measure, problems: Iterable[Problem]) -> Mapping[str, float]:

@@ -144,6 +144,33 @@ def test_scores_of_parts_stand_beside_those_of_all():
     assert [found[name].value for name in ("pass@1", "part/x/pass@1", "part/y/pass@1")] == [0.5, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("rewards", [(0, 1), (0.0, 0.93, 1), (-1, -0.9, 1), (-1, 0.5)])
+def test_interval_of_a_reward_stays_possible(rewards):
+    """Whatever a few problems got before and now, no end of an interval lies outside the range of the reward."""
+    least, dice = min(rewards), random.Random(0)
+    for number in range(2, 40):
+        new = [problem(str(n), 1, max(rewards)) for n in range(number)]
+        new[-1] = problem(new[-1].prompt_id, *rewards[-2:])
+        old = [problem(str(n), least, dice.choice(rewards)) for n in range(number)]
+        for some in (new, old):
+            score = scores(some, [1])["reward"]
+            assert least <= score.low <= score.value <= score.high <= 1
+        gained = differences(new, old, [1])["reward"].gained
+        assert least - 1 <= gained.low <= gained.value <= gained.high <= 1 - least
+
+
+def test_rewards_of_0_and_1_have_the_interval_of_shares():
+    new, old = ([problem(str(n), *earned) for n in range(9)] for earned in ((1, 1), (0, 1)))
+    found, gained = scores(new, [1]), differences(new, old, [1])
+    assert found["reward"] == found["mean@2"] and found["reward"].low < 0.8
+    assert gained["reward"] == gained["mean@2"] and gained["reward"].gained.low < gained["reward"].gained.high
+
+
+def test_a_reward_of_another_range_keeps_its_interval():
+    problems = [problem("a", 2.0), problem("b", 7.0)]
+    assert scores(problems, [1])["reward"] == mean_score([2.0, 7.0])
+
+
 def test_without_a_success_only_the_reward_has_a_score():
     found = scores([Problem("a", (1.0, 3.0), None), Problem("b", (2.0, 2.0), None)], [1, 2])
     assert {name: score.value for name, score in found.items()} == {"reward": 2.0}
