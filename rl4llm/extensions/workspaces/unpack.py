@@ -52,7 +52,7 @@ def _unpack(archive: IO[bytes], layer: bool) -> None:
                 if os.path.basename(place).startswith(WHITEOUT):
                     _remove_lower(place, written)
                     continue
-            if not (member.isdir() and os.path.isdir(place)):
+            if not (member.isdir() and os.path.isdir(place)) or os.path.islink(place):
                 _remove(place)
             member.name, member.uid, member.gid = place, 0, 0
             member.mode = (member.mode & 0o1777) | (0o700 if member.isdir() else 0o600)

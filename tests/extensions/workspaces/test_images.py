@@ -212,6 +212,13 @@ def test_a_layer_never_removes_its_own_files(play, layout):
     assert play(sh("ls /data; cat /data/kept"), image=str(layout(layer))).output == "kept\nmine\n"
 
 
+def test_a_directory_of_a_layer_replaces_a_link(play, layout):
+    first = [member("door", tarfile.SYMTYPE, "data"), member("data/.wh.moved")]
+    second = [member("door", tarfile.DIRTYPE, mode=0o755), member("door/kept", content=b"new\n")]
+    result = play(sh("cat /data/kept /door/kept; ls /door"), image=str(layout(first, second)))
+    assert result.output == "old\nnew\nkept\n"
+
+
 def test_a_tar_of_a_file_system_has_no_whiteouts(play, archive):
     members = [member("data/.wh.kept", content=b"a file\n"), member("data/.wh..wh..opq")]
     assert play(sh("cat /data/kept /data/.wh.kept"), image=archive(members)).output == "old\na file\n"
