@@ -34,7 +34,7 @@ def changes(plan: RunPlan) -> list[Change]:
         for key, value in keys.items():
             config = _with(config, key, value)
         try:
-            changed = make_plan(config, plan.devices, plan.memory)
+            changed = make_plan(config, plan.devices, plan.memory, plan.prompt_tokens)
         except RL4LLMError:  # the change is not possible with this configuration
             continue
         if changed.fits or changed.peak.total <= WORTH * plan.peak.total:

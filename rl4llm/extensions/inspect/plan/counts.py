@@ -34,12 +34,13 @@ from rl4llm.compose.models import vision_of
 from rl4llm.compose.setup import Setup
 from rl4llm.compose.supervised import dataset_reader
 from rl4llm.compose.trainer import batching_of
-from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
+from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import TrainBatch, Trajectory, images_of
 from rl4llm.data.answers import ANSWER_COLUMNS
 from rl4llm.data.plan import RolloutSize, is_computed
 from rl4llm.data.render import Renderer
+from rl4llm.inference.local import MAX_ROWS
 
 LOOKED_AT = 256
 """Number of rows, spread over the dataset, for the mean length."""
@@ -68,13 +69,40 @@ class Counts(RolloutSize):
     seen_tokens: int  # of the images in the largest micro-batch, where each counts once
 
 
-def count(setup: Setup, context_length: int) -> Counts:
+@dataclass(frozen=True, slots=True)
+class AnyPrompt:
+    """Stands in for tokenizer and renderer where neither they nor rows are read: each prompt has `tokens` tokens."""
+
+    tokens: int
+    pad_token_id = 0
+    refuses_text = False
+
+    def of_row(self, row: Mapping[str, Any]) -> AnyPrompt:
+        return self
+
+    def length(self, messages: Sequence[ChatMessage]) -> int:
+        return self.tokens
+
+    def prompt_too_long(self, messages: Sequence[ChatMessage], limit: int) -> int | None:
+        return self.tokens if self.tokens > limit else None
+
+
+ANY_ROW: Any = {"messages": [{"role": "user", "content": "?"}], "ground_truth": ""}
+
+
+def count(setup: Setup, context_length: int, prompt_tokens: int | None = None) -> Counts:
     """Count from the data, the tokenizer and the configuration; no model is needed.
 
-    So a model of padded rows is counted in `training.layout`, which its run replaces by ``sorted``.
+    With `prompt_tokens` the configuration is enough: every prompt has that length. A model of padded rows is counted in
+    `training.layout`, which its run replaces by ``sorted``.
     """
     model = setup.config.model
-    setup = replace(setup, tokenizer=load_tokenizer(model.path, pad_token=model.pad_token))
+    if prompt_tokens is None:
+        setup = replace(setup, tokenizer=load_tokenizer(model.path, pad_token=model.pad_token))
+    elif setup.needs.learns_from == "episodes":
+        setup = replace(setup, tokenizer=AnyPrompt(prompt_tokens))
+    else:
+        raise ConfigError("--prompt-tokens is for runs that sample. Leave it out: a dataset is read.")
     counted = _count_episodes if setup.needs.learns_from == "episodes" else _count_rows
     return counted(setup, context_length)
 
@@ -82,12 +110,12 @@ def count(setup: Setup, context_length: int) -> Counts:
 def _count_episodes(setup: Setup, context_length: int) -> Counts:
     config, tokenizer = setup.config, setup.tokenizer
     with ExitStack() as opened:
-        played: list[tuple[BaseMDPEnv, Renderer, int]] = []  # and the maximum tokens of a turn
+        played: list[tuple[BaseMDPEnv, Any, int]] = []  # and the maximum tokens of a turn
         held_out = 0
         for name, part in config.environments.items():
             env, measured = in_part(name, _environment, replace(setup, config=part))
             opened.callback(env.close)
-            renderer = Renderer.of(env, tokenizer)
+            renderer: Any = tokenizer if isinstance(tokenizer, AnyPrompt) else Renderer.of(env, tokenizer)
             fitted = (env, renderer, context_length, part)
             env.dataset = in_part(name, fitting_prompts, env.dataset, *fitted, "data")
             measured = in_part(name, fitting_prompts, measured, *fitted, "eval")
@@ -100,7 +128,7 @@ def _count_episodes(setup: Setup, context_length: int) -> Counts:
         sequences = plan.sequences[largest]
         image_tokens = max(_image_tokens(env) for env, _, _ in played)
         return Counts(
-            rows=sum(len(env.dataset) for env, _, _ in played),
+            rows=0 if isinstance(tokenizer, AnyPrompt) else sum(len(env.dataset) for env, _, _ in played),
             held_out=held_out,
             usual=float(
                 np.mean([length for env, renderer, _ in played for length in _prompt_lengths(env, renderer)])
@@ -125,7 +153,13 @@ def _count_episodes(setup: Setup, context_length: int) -> Counts:
 def _environment(setup: Setup) -> tuple[BaseMDPEnv, Any]:
     """Return the environment of a part with unscored episodes and silent opponents, and the held-out rows."""
     setup = with_hosts(setup)
-    dataset, measured = training_rows(setup), held_out_rows(setup) or ()
+    dataset: Any
+    measured: Any
+    if isinstance(setup.tokenizer, AnyPrompt):
+        limits = setup.config.eval
+        dataset, measured = [ANY_ROW], [ANY_ROW] * (bool(limits.every) * (limits.limit or MAX_ROWS))
+    else:
+        dataset, measured = training_rows(setup), held_out_rows(setup) or ()
     if not len(dataset):
         raise ConfigError("The training data has no rows.")
     opponents = setup.config.env.get("opponents")

@@ -47,6 +47,7 @@ class RunPlan:
     memory: int
     host: Phase
     host_memory: int | None
+    prompt_tokens: int | None = None  # those given instead of rows
 
     @property
     def device(self) -> str:
@@ -84,17 +85,20 @@ def on_target(config: Config, memory: int | None) -> Config:
     return replace(config, model=replace(config.model, device="cuda"))
 
 
-def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> RunPlan:
+def make_plan(
+    config: Config, devices: int = 1, memory: int | None = None, prompt_tokens: int | None = None
+) -> RunPlan:
     """Return the plan for `devices` devices of `memory` bytes each, by default those of this machine.
 
-    Reads only configs, the tokenizer and the data, and raises the errors that training would.
+    Reads only configs, the tokenizer and the data, and raises the errors that training would. With `prompt_tokens` it reads
+    only configs.
     """
     machine = Machine.of(config)
     setup = Setup.of(config, machine=machine)
     check_choices(config, setup.given, setup.needs)
     policy = empty_model(config.model.path)
     context_length, _ = context_limit(policy, config.inference.get("context_length"))
-    counts = count(setup, context_length)
+    counts = count(setup, context_length, prompt_tokens)
     models = _models(setup, policy)
     estimate = Memory(setup, counts, models, devices)
     return RunPlan(
@@ -107,6 +111,7 @@ def make_plan(config: Config, devices: int = 1, memory: int | None = None) -> Ru
         memory=_memory(machine.device) if memory is None else memory,
         host=estimate.on_host(),
         host_memory=psutil.virtual_memory().total if memory is None else None,
+        prompt_tokens=prompt_tokens,
     )
 
 

@@ -91,7 +91,9 @@ def _counts(plan: RunPlan) -> Table:
     factors += f" x {counts.roles} roles" if counts.roles > 1 else ""
     several = f" on each of {ranks} ranks" if ranks > 1 else ""
     rows = {
-        "training rows": f"{counts.rows:,} ({counts.held_out:,} held out), {counts.usual:.0f} tokens on average",
+        "training rows": f"{counts.rows:,} ({counts.held_out:,} held out), {counts.usual:.0f} tokens on average"
+        if counts.rows
+        else "",
         "sequences": f"{factors} = {counts.trajectories * ranks:,}",
         "tokens of a sequence": f"{counts.prompt_tokens:,} of the prompt + {counts.new_tokens:,} = {counts.longest:,}",
         "of them images": f"{counts.image_tokens:,}" if counts.image_tokens else "",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import rl4llm
 from rl4llm.cli import main
 from rl4llm.compose.setup import Setup
 from rl4llm.config import load_config
+from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, Precision
 from rl4llm.extensions.inspect.plan.advice import _candidates, changes
 from rl4llm.extensions.inspect.plan.command import size
@@ -185,6 +187,23 @@ def test_nothing_of_the_weights_is_read(small, model_dir, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_text((model_dir / "chat_template.jinja").read_text())
     assert make_plan(small({"model.path": str(tmp_path)})).peak == make_plan(small()).peak
+
+
+def test_prompt_tokens_replace_tokenizer_and_rows(small, model_dir, tmp_path):
+    shutil.copy(model_dir / "config.json", tmp_path)
+    few = {"rollout.prompts": 1, "eval.every": 1, "eval.limit": 8}
+    read = make_plan(small(few))
+    keys = few | {"model.path": str(tmp_path), "data.path": "absent"}
+    shape = make_plan(small(keys), prompt_tokens=read.counts.prompt_tokens)
+    assert shape.phases == read.phases and "evaluation" in [phase.name for phase in shape.phases]
+    assert make_plan(small(keys), prompt_tokens=500).peak.total > read.peak.total
+    tight = make_plan(
+        small(keys), memory=int(0.7 * shape.peak.total), prompt_tokens=read.counts.prompt_tokens
+    )
+    assert not tight.fits and changes(tight)[0].fits
+    for mistake in ({"algorithm.name": "sft"}, {"rollout.max_tokens": 4}):
+        with pytest.raises(RL4LLMError):
+            make_plan(small(keys | mistake), prompt_tokens=10**6)
 
 
 def test_what_does_not_fit_comes_with_keys_that_make_it_fit(small):
@@ -415,6 +434,14 @@ def test_a_plan_for_another_machine_is_for_its_gpu(plan):
         code, printed = plan("--device-memory", "24GiB", "--json", f"model.device={device}")
         report = json.loads(printed)
         assert code == 0 and report["device"]["kind"] == kind and report["room"] == int(room * 24 * GIB)
+
+
+def test_a_gpu_by_name_has_the_memory_that_it_reports(plan):
+    code, printed = plan("--gpu", "T4", "--json")
+    assert code == 0 and json.loads(printed)["device"]["bytes"] == 15 * GIB
+    for words in (("t5",), ("t4", "--device-memory", "24GiB")):
+        with pytest.raises(SystemExit):
+            plan("--gpu", *words)
 
 
 def test_an_evaluation_that_needs_more_than_a_rollout_is_a_phase(small):
