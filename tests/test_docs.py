@@ -90,6 +90,20 @@ def test_the_commands_of_a_page_are_accepted(page, monkeypatch):
                 _options_known(word, words[at + 1 :])
 
 
+def test_the_commands_of_workflows_are_accepted():
+    """A workflow runs rl4llm by the path of its environment: "$RUNNER_TEMP/venv/bin/rl4llm" train CONFIG."""
+    lines = [
+        line
+        for file in (ROOT / ".github" / "workflows").glob("*.yml")
+        for line in file.read_text().splitlines()
+    ]
+    called = [shlex.split(line) for line in lines if re.search(r"/bin/rl4llm\b", line)]
+    assert called
+    for words in called:
+        at = next(at for at, word in enumerate(words) if word.endswith("/bin/rl4llm"))
+        _accepted(words[at + 1 :])
+
+
 def _accepted(words):
     if words[0] == "serve" or "..." in words:
         return
