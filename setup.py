@@ -123,6 +123,7 @@ setup(
             "extensions/remote/environments.*",
             "configs/*.yaml",
             "configs/agents/*.yaml",
+            "configs/one_card/*.yaml",
             "configs/presets/*.yaml",
             "configs/recipes/*/*.yaml",
             "configs/recipes/*/*.py",

@@ -11,10 +11,11 @@ from rl4llm.config import flatten, load_config
 from rl4llm.core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+WHOLE = sorted([*CONFIGS.glob("*.yaml"), *CONFIGS.glob("one_card/*.yaml")])
 NEEDED = ["model.path=m", "data.path=d"]
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", WHOLE, ids=lambda path: path.name)
 def test_every_configuration_file_is_valid(path):
     assert load_config(path, NEEDED).max_steps > 0
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from forked_python import python
 from sweeps import sampled
-from transformers import Gemma4TextConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import Gemma4TextConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config
 
 import rl4llm
 from rl4llm.cli import main
@@ -19,7 +19,7 @@ from rl4llm.config import load_config
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, Precision
 from rl4llm.extensions.inspect.plan.advice import _candidates, changes
-from rl4llm.extensions.inspect.plan.command import size
+from rl4llm.extensions.inspect.plan.command import GPUS, size
 from rl4llm.extensions.inspect.plan.memory import VERSIONS, Memory
 from rl4llm.extensions.inspect.plan.plan import make_plan, on_target
 from rl4llm.extensions.inspect.plan.shape import read_shape
@@ -442,6 +442,44 @@ def test_a_gpu_by_name_has_the_memory_that_it_reports(plan):
     for words in (("t5",), ("t4", "--device-memory", "24GiB")):
         with pytest.raises(SystemExit):
             plan("--gpu", *words)
+
+
+ONE_CARD = {
+    "gsm8k_grpo": Qwen2Config(
+        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ),
+    "qwen3_8b_24gb": Qwen3Config(
+        vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+    ),
+    "llama31_8b_16gb": LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=131_072, tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    ),
+    "qwen25_1_5b_24gb": Qwen2Config(
+        vocab_size=151_936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_CARD)
+def test_configurations_for_one_card_fit_as_the_page_says(tmp_path, name):
+    """The page has the peak of each for prompts of 200 tokens, and the cards that it fits, in order of their memory."""
+    ONE_CARD[name].save_pretrained(tmp_path)
+    root = Path(rl4llm.__file__).parents[1]
+    (file,) = (root / "configs").rglob(f"{name}.yaml")
+    config = load_config(file, {"model.path": str(tmp_path)})
+    plans = {gpu: make_plan(on_target(config, 1), 1, size * 2**20, 200) for gpu, size in GPUS.items()}
+    smallest = min((gpu for gpu in plans if plans[gpu].fits), key=GPUS.__getitem__)
+    peak = plans[smallest].peak
+    row = re.search(rf"^\| \[`{name}.yaml`\].*", (root / "docs" / "one_card.md").read_text(), re.MULTILINE)[0]
+    assert row.endswith(f"| {peak.total / GIB:.1f} GiB, {peak.name} | `{smallest}` |")
 
 
 def test_an_evaluation_that_needs_more_than_a_rollout_is_a_phase(small):
