@@ -15,7 +15,8 @@ from rl4llm.algorithms import GRPO
 from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.types import Group, SamplingParams, TokenSpan, Trajectory, WeightRef
+from rl4llm.core.types import Group, SamplingParams, TokenSpan, Trajectory
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.pack import Batching
 from rl4llm.inference.embedded.model_decode import Layers
 from rl4llm.inference.local import LocalClient

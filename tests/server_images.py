@@ -19,7 +19,8 @@ from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import EngineError
 from rl4llm.core.images import ImagePlace, Picture
-from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
+from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.embedded import EmbeddedClient
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.clients.vllm import VLLMClient

@@ -11,7 +11,8 @@ from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import EngineError, RL4LLMError, TemplateError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.sample import SampleState
-from rl4llm.core.types import ChatMessage, Completion, SamplingParams, Trajectory, WeightRef
+from rl4llm.core.types import ChatMessage, Completion, SamplingParams, Trajectory
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.demonstrations import demonstration
 from rl4llm.data.probe import DESCRIBED
 from rl4llm.data.render import Renderer

@@ -36,7 +36,7 @@ from rl4llm.core.base_client import BasePublisher
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage, RewardExample, SampleState
 from rl4llm.core.errors import ConfigError, DataError, EngineError, ModelError, RewardError, RunDirError
 from rl4llm.core.tables import ENGINES
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.envs.chat import ChatEnv
 from rl4llm.envs.compaction import REQUEST
 from rl4llm.envs.rollout import Rollout

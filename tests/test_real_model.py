@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import StaleWeightsError
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.inference.local import LocalClient
 from rl4llm.sync.verify import Canary
 

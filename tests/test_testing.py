@@ -10,7 +10,8 @@ import pytest
 
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction
 from rl4llm.core.errors import EngineError, EnvError
-from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan, WeightRef
+from rl4llm.core.types import ChatMessage, Completion, SamplingParams, TokenSpan
+from rl4llm.core.weights import WeightRef
 from rl4llm.envs import ENVIRONMENTS, ToolMDPEnv
 from rl4llm.envs.tools import ToolError, ToolSet, tool
 from rl4llm.envs.tools.trial import example

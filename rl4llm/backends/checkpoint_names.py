@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rl4llm.backends.model_files import whole_checkpoint
 from rl4llm.core.errors import ModelError
 from rl4llm.core.images import IMAGE_SIDE
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 
 INCOMPLETE = (KeyError, ValueError, IndexError, TypeError, RuntimeError, AttributeError, StopIteration)
 """What a conversion raises when it gets a part of the tensors that it needs."""

@@ -13,7 +13,7 @@ from rl4llm.backends.model_files import is_classifier, model_directory
 from rl4llm.backends.models import hub_options
 from rl4llm.backends.vision_language import WholeCheckpoint
 from rl4llm.core.errors import ConfigError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 
 SCORE = "score.weight"
 

@@ -18,7 +18,8 @@ from rl4llm.backends.model_files import refuse_adapted, whole_checkpoint
 from rl4llm.core.base_backend import BaseAdapter, BaseBackend
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.registry import needed
-from rl4llm.core.types import TensorSpec, TrainBatch
+from rl4llm.core.types import TrainBatch
+from rl4llm.core.weights import TensorSpec
 from rl4llm.runs.tensor_file import tensors_digest
 from rl4llm.runtime.quantized import QuantizedLinear, quantized_weights
 from rl4llm.runtime.ranks import whole

@@ -27,7 +27,8 @@ from rl4llm.core.base_backend import ADAPTER_WEIGHTS, AUTOCAST, BaseBackend
 from rl4llm.core.errors import CheckpointError, WeightsError
 from rl4llm.core.model_memory import FP32, ModelShape, Precision
 from rl4llm.core.registry import load
-from rl4llm.core.types import TensorSpec, TrainBatch
+from rl4llm.core.types import TrainBatch
+from rl4llm.core.weights import TensorSpec
 from rl4llm.runs.tensor_file import TensorFile, write_tensors
 from rl4llm.runtime.quantized import quantized_layers
 from rl4llm.runtime.ranks import Ranks

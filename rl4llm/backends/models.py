@@ -41,7 +41,7 @@ from rl4llm.backends.model_files import (
 from rl4llm.backends.positions import scale_by_position
 from rl4llm.core.errors import ModelError
 from rl4llm.core.registry import load
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 from rl4llm.runtime.cpu import use_fast_linear, use_fast_norms
 from rl4llm.runtime.hub import hub_answers
 from rl4llm.runtime.quantized import nf4, quantize, quantized_weights, take_quantized

@@ -21,7 +21,8 @@ from rl4llm.core.base_backend import BaseAdapter, Head, TokenLosses, TokenMeasur
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
 from rl4llm.core.registry import load
-from rl4llm.core.types import TensorSpec, TrainBatch
+from rl4llm.core.types import TrainBatch
+from rl4llm.core.weights import TensorSpec
 from rl4llm.runs.tensor_file import TensorFile
 from rl4llm.runtime.ranks import Ranks, put, whole
 

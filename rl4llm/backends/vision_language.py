@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 
 from rl4llm.backends.model_files import INDEX, WEIGHTS
 from rl4llm.core.errors import ModelError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 from rl4llm.runs.tensor_file import DTYPES
 
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")

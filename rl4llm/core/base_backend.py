@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.model_memory import ModelMemory, ModelShape, Precision
-from rl4llm.core.types import TensorSpec, TrainBatch
+from rl4llm.core.types import TrainBatch
+from rl4llm.core.weights import TensorSpec
 from rl4llm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:

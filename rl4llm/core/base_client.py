@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Protocol
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.model_memory import EngineLoad, ModelShape, Precision
-from rl4llm.core.types import Completion, SamplingParams, WeightRef
+from rl4llm.core.types import Completion, SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.runtime.runner import run
 
 

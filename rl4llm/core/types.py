@@ -6,8 +6,7 @@ Every ``x_BT[b, t]`` describes the token ``token_ids_BT[b, t]``.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, ClassVar, Literal
@@ -390,42 +389,3 @@ class Update:
     batches: Sequence[TrainBatch]
     records: Sequence[tuple[TokenSpan, ...]] = ()
     model: Literal["model", "critic"] = "model"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightRef:
-    """The location of one version of the weights.
-
-    `kind` is "memory" (shared in process), "full" (a Hugging Face directory at `path`), "lora" (an adapter's directory),
-    "distributed" (`tensors` yields them, for a process group). `checksums` are those of the files.
-    If `held`, another rank has already sent the weights to the engine, which should report this version.
-    """
-
-    version: int
-    kind: Literal["memory", "full", "lora", "distributed"] = "memory"
-    path: str | None = None
-    checksums: Mapping[str, str] = field(default_factory=dict)
-    tensors: Callable[[], Iterator[tuple[str, Tensor]]] | None = field(
-        default=None, repr=False, compare=False
-    )
-    held: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """The description of a weight: its Hugging Face name, shape and dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
-        return cls(name, tuple(tensor.shape), tensor.dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"

@@ -16,7 +16,8 @@ from rl4llm.core.images import ImagePlace, tower_of
 from rl4llm.core.model_memory import FP32, EngineLoad, ModelShape, Precision
 from rl4llm.core.registry import load
 from rl4llm.core.schema import Count, Range, checked
-from rl4llm.core.types import Completion, SamplingParams, WeightRef
+from rl4llm.core.types import Completion, SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.inference.embedded.engine import LOOKAHEAD, SHARE_FROM, Engine, Finished
 from rl4llm.inference.embedded.kv_cache import LENGTH_STEP, KVCache, padded_rows
 from rl4llm.inference.embedded.llama_decode import FAMILY

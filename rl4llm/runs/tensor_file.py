@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rl4llm.core.errors import WeightsError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl4llm.core.base_backend import BaseAdapter, BaseBackend
 from rl4llm.core.base_client import BaseClient, BasePublisher, TakesWeights
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.runtime.ranks import Ranks
 from rl4llm.runtime.runner import Runner
 from rl4llm.sync.verify import Canary

@@ -22,7 +22,8 @@ from rl4llm.core.base_backend import BaseBackend, TokenMetrics
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import DivergedError, EngineError, MismatchError, StaleWeightsError, UnreachableError
 from rl4llm.core.images import ImagePlace
-from rl4llm.core.types import SamplingParams, TokenSpan, TrainBatch, WeightRef
+from rl4llm.core.types import SamplingParams, TokenSpan, TrainBatch
+from rl4llm.core.weights import WeightRef
 from rl4llm.runtime.seeds import derive_seed
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import Any
 
 from rl4llm.core.base_env import BaseMDPEnv, Special
 from rl4llm.core.errors import EnvError, RL4LLMError
-from rl4llm.core.types import ChatMessage, SamplingParams, Trajectory, WeightRef
+from rl4llm.core.types import ChatMessage, SamplingParams, Trajectory
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout, RolloutResult
 from rl4llm.envs.tool import ToolMDPEnv

@@ -10,7 +10,8 @@ from typing import Any
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import EngineError
 from rl4llm.core.images import ImagePlace
-from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
+from rl4llm.core.types import Completion, FinishReason, SamplingParams
+from rl4llm.core.weights import WeightRef
 
 Script = Mapping[str, Sequence[str]] | Callable[[str, Sequence[int]], str]
 

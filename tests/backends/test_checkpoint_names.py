@@ -15,7 +15,7 @@ from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import empty_model, load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ModelError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = {

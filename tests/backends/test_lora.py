@@ -15,7 +15,7 @@ from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 

@@ -14,7 +14,7 @@ from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import check_finite, load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 from rl4llm.inference.paths import choose_decoder
 from rl4llm.runtime import quantized
 from rl4llm.runtime.quantized import QuantizedLinear, nf4, quantized_layers

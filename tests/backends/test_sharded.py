@@ -20,7 +20,7 @@ from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError, ModelError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 from rl4llm.runtime.ranks import Ranks, part, whole
 
 SHARDS = ["ddp", "fsdp2"]

@@ -9,7 +9,8 @@ from rl4llm.core.base_env import ChatMessage
 from rl4llm.core.base_opponent import BaseOpponent
 from rl4llm.core.errors import ConfigError, EnvError, UnreachableError
 from rl4llm.core.message import CUT
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs import DebateEnv, RolesEnv
 from rl4llm.envs.rollout import Rollout

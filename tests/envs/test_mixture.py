@@ -6,7 +6,8 @@ import pytest
 
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import EnvError, TooManyFailuresError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs import ToolMDPEnv
 from rl4llm.envs.mixture import MixedRollout

@@ -4,7 +4,8 @@ import pytest
 
 from rl4llm.core.base_env import BaseMDPEnv, ChatMessage
 from rl4llm.core.errors import ConfigError, EngineError, TooManyFailuresError
-from rl4llm.core.types import Group, SamplingParams, TokenSpan, Trajectory, WeightRef
+from rl4llm.core.types import Group, SamplingParams, TokenSpan, Trajectory
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.rewards import RewardFailure

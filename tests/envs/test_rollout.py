@@ -16,7 +16,8 @@ from forked_python import python
 
 from rl4llm.core.base_env import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.core.errors import ConfigError, EnvError, UnreachableError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout, play_together
 from rl4llm.envs.stored import dump, take_over

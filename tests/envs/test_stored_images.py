@@ -17,7 +17,8 @@ from rl4llm import BaseMDPEnv, BaseRewardFunction, ChatMessage
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.images import Picture
-from rl4llm.core.types import SamplingParams, WeightRef, images_of
+from rl4llm.core.types import SamplingParams, images_of
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.pack import totals_of
 from rl4llm.envs.rollout import Rollout, play_together
 from rl4llm.envs.stored import dump, take_over

@@ -17,7 +17,8 @@ import torch
 
 from rl4llm.core.errors import ConfigError, EnvError
 from rl4llm.core.message import CUT
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.sgl_tool_env import SglToolMDPEnv

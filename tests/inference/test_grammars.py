@@ -13,7 +13,8 @@ from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.allowed import bits
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import DataError, RefusedError
-from rl4llm.core.types import Completion, SamplingParams, TokenSpan, Trajectory, WeightRef
+from rl4llm.core.types import Completion, SamplingParams, TokenSpan, Trajectory
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.grammars import Matcher, masks
 from rl4llm.data.pack import Batching, totals_of
 from rl4llm.data.render import Renderer

@@ -7,7 +7,8 @@ import pytest
 import torch
 from kept_cache import by_parts
 
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.inference.local import LocalClient
 
 PROMPTS = [[5, 9, 40, 33, 7], [5, 9, 40, 33, 7], [8, 100, 3]]

@@ -8,7 +8,8 @@ from sweeps import sampled
 
 from rl4llm.core.errors import EngineError
 from rl4llm.core.model_memory import EngineLoad, Precision
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.inspect.plan.shape import shape_of
 from rl4llm.inference.embedded import kv_cache, rows
 from rl4llm.inference.embedded.engine import Engine

@@ -10,7 +10,8 @@ from vision_models import plain_logprobs, seeing_model, whole_model
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.core.errors import RefusedError
 from rl4llm.core.images import ImagePlace, moved
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.inference.local import LocalClient
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -10,7 +10,8 @@ from torch import nn
 
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.model_memory import EngineLoad, Precision
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.inspect.plan.shape import shape_of
 from rl4llm.inference.embedded.precision import AutocastCopy, Projections, in_float32
 from rl4llm.inference.local import LocalClient

@@ -12,7 +12,7 @@ from rl4llm.backends.models import load_tokenizer
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import StaleWeightsError
 from rl4llm.core.images import tower_of
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.inference.local import LocalClient
 from rl4llm.sync.verify import Canary, CanaryImage
 

@@ -12,7 +12,8 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import DivergedError, EnginesDownError, StaleWeightsError, UnreachableError
-from rl4llm.core.types import TrainBatch, WeightRef
+from rl4llm.core.types import TrainBatch
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.fleet.fleet import FleetClient
 from rl4llm.extensions.servers.fleet.member import FleetLimits

@@ -27,7 +27,7 @@ from rl4llm.core.errors import (
     StaleWeightsError,
     TooManyFailuresError,
 )
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.tracking.tracker import read_jsonl
 from rl4llm.trainers.base_trainer import Schedule
 

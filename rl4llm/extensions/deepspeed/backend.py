@@ -29,7 +29,8 @@ from rl4llm.core.base_backend import Head, TokenLosses, TokenMeasures, of_batch
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.model_memory import FP32, ModelMemory, ModelShape, Precision
 from rl4llm.core.registry import needed
-from rl4llm.core.types import TensorSpec, TrainBatch
+from rl4llm.core.types import TrainBatch
+from rl4llm.core.weights import TensorSpec
 from rl4llm.extensions.deepspeed.builds import watched_builds
 from rl4llm.extensions.deepspeed.config import (
     Source,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rl4llm.backends.optimizer import MOMENTS as MOMENT_NAMES
 from rl4llm.backends.optimizer import Optimizer
 from rl4llm.core.errors import CheckpointError, ConfigError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 from rl4llm.extensions.deepspeed.zero_parts import (
     ZeroPart,
     has_equal_parts,

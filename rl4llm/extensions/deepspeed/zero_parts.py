@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rl4llm.backends.lora import LoraAdapter
 from rl4llm.core.base_backend import BaseAdapter
 from rl4llm.core.errors import CheckpointError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 from rl4llm.runtime.ranks import Ranks
 
 

@@ -10,7 +10,8 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_opponent import BaseOpponent
 from rl4llm.core.errors import EngineError
 from rl4llm.core.schema import with_options
-from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
+from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.extensions.judges.chat_server import ChatServer
 from rl4llm.inference.local import LocalClient

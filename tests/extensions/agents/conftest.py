@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.agents.env import AgentEnv

@@ -230,7 +230,8 @@ def test_nothing_that_an_agent_started_is_left(play, command, marker, end):
 KILLED = """
 import sys
 from rl4llm.runtime.runner import Runner
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.extensions.agents.env import AgentEnv
 from rl4llm.envs.rollout import Rollout

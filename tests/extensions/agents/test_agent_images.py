@@ -14,7 +14,8 @@ from vowels import Vowels
 from rl4llm.api import GRPOTrainer
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.core.images import Picture
-from rl4llm.core.types import SamplingParams, WeightRef, images_of
+from rl4llm.core.types import SamplingParams, images_of
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.agents.env import AgentEnv

@@ -10,7 +10,8 @@ import pytest
 from later import later
 
 from rl4llm.core.errors import DataError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.grammars import masks
 from rl4llm.data.template import decode
 from rl4llm.envs.forced import grammar_of

@@ -20,7 +20,7 @@ from rl4llm.backends.lora import FrozenModel, add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import CheckpointError, ConfigError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 from rl4llm.data import layouts
 from rl4llm.data.pack import totals_of
 from rl4llm.extensions.deepspeed.backend import DeepSpeedBackend, _join_alone

@@ -10,7 +10,8 @@ from chat_completions import judged, serving
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.core.base_env import EpisodeState, Line, SampleState, Special
 from rl4llm.core.errors import RefusedError, UnreachableError
-from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
+from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.extensions.judges.llm_judge import LLMJudge
 from rl4llm.extensions.judges.opponent import EngineOpponent, ServerOpponent, opponent_model

@@ -18,7 +18,8 @@ from forked_python import started
 from hosting import HostThread, played_on
 
 from rl4llm.core.errors import ConfigError, HostsDownError, RL4LLMError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs import DebateEnv, ToolMDPEnv
 from rl4llm.envs.rollout import Rollout

@@ -16,7 +16,8 @@ from rl4llm.backends.models import load_tokenizer
 from rl4llm.cli import main
 from rl4llm.core.errors import DataError
 from rl4llm.core.images import Image, ImagePlace, Picture
-from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan, WeightRef
+from rl4llm.core.types import ChatMessage, SamplingParams, TokenSpan
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.remote import wire

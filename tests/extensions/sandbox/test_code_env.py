@@ -7,7 +7,8 @@ import time
 import pytest
 
 from rl4llm.core.errors import ConfigError, DataError, SandboxError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.sandbox import Outcome, Stdin

@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 
 from rl4llm.backends.tiny import build_model
 from rl4llm.core.errors import EngineError
-from rl4llm.core.types import Completion, SamplingParams, WeightRef
+from rl4llm.core.types import Completion, SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.inference.local import LocalClient
 from rl4llm.runtime.transport import Retry

@@ -8,7 +8,7 @@ from forked_python import started
 
 from rl4llm.core.base_client import BasePublisher
 from rl4llm.core.errors import EngineError
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.sync.wrappers import ClaimingPublisher
 
 URL = "http://127.0.0.1:30000"

@@ -7,7 +7,8 @@ import pytest
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, UnreachableError, WeightsError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.server import Sampled, ServerClient
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet, DeviceState
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher

@@ -13,7 +13,8 @@ from fault_server import FaultServer, reset, small_model, status
 
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, EnginesDownError, WeightsError
-from rl4llm.core.types import SamplingParams, TensorSpec, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import TensorSpec, WeightRef
 from rl4llm.extensions.servers.clients import together
 from rl4llm.extensions.servers.clients.sglang import SGLangClient
 from rl4llm.extensions.servers.clients.together import Broadcast

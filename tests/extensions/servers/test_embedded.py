@@ -27,7 +27,8 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.envs import chat_completions as chat
 from rl4llm.extensions.servers.clients.embedded import EmbeddedClient
 from rl4llm.extensions.servers.embedded import server

@@ -22,7 +22,8 @@ from vision_models import picture, seeing_model, vision_directories, vision_of  
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.core.errors import EngineError, RefusedError
 from rl4llm.core.images import ImagePlace, Picture
-from rl4llm.core.types import ChatMessage, SamplingParams, WeightRef
+from rl4llm.core.types import ChatMessage, SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.wire import RequestError
 from rl4llm.extensions.servers.clients.embedded import EmbeddedClient

@@ -35,7 +35,8 @@ from rl4llm.core.errors import (
     UnreachableError,
 )
 from rl4llm.core.tables import ENGINES
-from rl4llm.core.types import SamplingParams, TensorSpec
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import TensorSpec
 from rl4llm.extensions.servers.clients.vllm import VLLMClient
 from rl4llm.extensions.servers.fleet.build import build_fleet
 from rl4llm.extensions.servers.fleet.fleet import FleetClient

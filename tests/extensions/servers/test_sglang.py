@@ -19,7 +19,8 @@ from rl4llm.backends.lora import add_adapter
 from rl4llm.backends.models import load_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import EngineError, RefusedError, StaleWeightsError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.adapters import adapter_name
 from rl4llm.extensions.servers.clients.server import DamagedReplyError
 from rl4llm.extensions.servers.clients.sglang import SGLangClient

@@ -25,7 +25,8 @@ from fault_server import (
 )
 
 from rl4llm.core.errors import EngineError, RefusedError, UnreachableError
-from rl4llm.core.types import SamplingParams, TokenSpan, WeightRef
+from rl4llm.core.types import SamplingParams, TokenSpan
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.server import DamagedReplyError, DoubleReplyError
 from rl4llm.runtime.transport import Retry, Transport
 

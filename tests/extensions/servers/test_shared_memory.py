@@ -16,7 +16,8 @@ from fault_server import FaultServer, small_model, started
 
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config.keys import SyncConfig
-from rl4llm.core.types import SamplingParams, TensorSpec
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import TensorSpec
 from rl4llm.extensions.servers.sync import shared_memory
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore

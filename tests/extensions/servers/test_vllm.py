@@ -23,7 +23,8 @@ from rl4llm.backends.models import load_model
 from rl4llm.backends.tiny import build_model
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.errors import ConfigError, EngineError, StaleWeightsError, UnreachableError
-from rl4llm.core.types import SamplingParams, TokenSpan, WeightRef
+from rl4llm.core.types import SamplingParams, TokenSpan
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.adapters import adapter_name
 from rl4llm.extensions.servers.clients.vllm import VLLMClient, check_convention
 from rl4llm.extensions.servers.clients.vllm_held import FreshReads

@@ -18,7 +18,8 @@ from urllib.request import urlopen
 import pytest
 
 from rl4llm.core.errors import ConfigError, EngineError, EnvError
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.tool import ToolMDPEnv

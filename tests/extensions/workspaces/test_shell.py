@@ -10,7 +10,8 @@ from collections import Counter
 import pytest
 
 from rl4llm.core.base_env import BaseRewardFunction
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.extensions.workspaces import Workspaces

@@ -16,7 +16,8 @@ from rl4llm.compose.setup import Given
 from rl4llm.compose.trainer import build_trainer
 from rl4llm.config import load_config
 from rl4llm.core.base_env import BaseRewardFunction
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
 from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.tools.formats import CallFormat, ToolCall

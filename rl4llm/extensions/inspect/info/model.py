@@ -15,7 +15,7 @@ from rl4llm.backends.checkpoint_names import CheckpointNames
 from rl4llm.backends.models import empty_model, load_tokenizer, stored_tokenizer
 from rl4llm.commands.output import Facts
 from rl4llm.core.errors import RL4LLMError
-from rl4llm.core.types import TensorSpec
+from rl4llm.core.weights import TensorSpec
 from rl4llm.data.render import Renderer
 from rl4llm.inference.embedded.llama_decode import LlamaDecoder, UnsupportedModelError
 from rl4llm.inference.embedded.model_decode import Layers, ModelDecoder

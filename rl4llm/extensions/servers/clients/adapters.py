@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rl4llm.core.errors import EngineError, RefusedError, UnreachableError
 from rl4llm.core.images import ImagePlace
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.server import NEVER_LOADED, ServerClient, field
 
 

@@ -19,7 +19,8 @@ from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.images import ImagePlace
 from rl4llm.core.model_memory import ONE_SEQUENCE, EngineLoad, ModelShape, Precision
-from rl4llm.core.types import Completion, FinishReason, SamplingParams, WeightRef
+from rl4llm.core.types import Completion, FinishReason, SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.together import Together
 from rl4llm.inference.embedded.kv_cache import KVCache
 from rl4llm.inference.embedded.stops import stop_tokens, text_of

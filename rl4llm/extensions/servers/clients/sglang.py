@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError, UnreadableError
 from rl4llm.core.images import ImagePlace
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
 from rl4llm.extensions.servers.clients.images import UNNAMED, collapsed, data_uri, feature_name, outside
 from rl4llm.extensions.servers.clients.server import (

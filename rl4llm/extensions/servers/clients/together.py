@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, Store, _new_process_group_helper, _world
 
 from rl4llm.core.errors import EngineError
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.runtime.threads import in_own_thread
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch
 
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.images import ImagePlace
-from rl4llm.core.types import SamplingParams, WeightRef
+from rl4llm.core.types import SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.adapters import AdaptingClient, adapter_version
 from rl4llm.extensions.servers.clients.server import FINISHED, Sampled, cut, field, sampling_options
 from rl4llm.extensions.servers.clients.vllm_held import FreshReads, HeldVersions, held_by

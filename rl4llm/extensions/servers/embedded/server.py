@@ -27,7 +27,7 @@ from rl4llm.core.base_backend import AUTOCAST
 from rl4llm.core.errors import EngineError, ModelError, RefusedError, WeightsError
 from rl4llm.core.images import ImagePlace, tower_of
 from rl4llm.core.registry import load
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.envs.wire import WIRES, RequestError, Wire, dumps, error_of, read_json, wire_of
 from rl4llm.extensions.servers.embedded.native import (
     NativeRequest,

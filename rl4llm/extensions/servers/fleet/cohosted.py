@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from rl4llm.core.errors import EngineError
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.fleet.fleet import FleetClient, T
 from rl4llm.extensions.servers.fleet.member import Member, Trip
 

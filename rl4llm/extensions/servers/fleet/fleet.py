@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.errors import ConfigError, EngineError, RefusedError, UnreachableError
 from rl4llm.core.images import ImagePlace
-from rl4llm.core.types import Completion, SamplingParams, WeightRef
+from rl4llm.core.types import Completion, SamplingParams
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.server import (
     DamagedReplyError,
     DoubleReplyError,

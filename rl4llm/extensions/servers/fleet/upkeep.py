@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TypeVar
 
 from rl4llm.core.errors import EngineError, EnginesDownError, StaleWeightsError, UnreachableError
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.clients.server import ServerClient
 from rl4llm.extensions.servers.fleet.member import FleetLimits, Member
 from rl4llm.runtime.endpoints import EndpointPool

@@ -10,7 +10,7 @@ import torch
 
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BasePublisher, TakesWeights
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.sync.store import WeightStore, checked, narrowed
 
 

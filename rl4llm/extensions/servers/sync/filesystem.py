@@ -12,7 +12,7 @@ from rl4llm.backends.source_form import save_tokenizer
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BasePublisher, TakesWeights
 from rl4llm.core.errors import WeightsError
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.runs.run_dir import is_full
 from rl4llm.runtime.threads import in_own_thread

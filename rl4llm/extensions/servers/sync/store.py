@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from rl4llm.core.errors import RunDirError, WeightsError
-from rl4llm.core.types import TensorSpec, WeightRef
+from rl4llm.core.weights import TensorSpec, WeightRef
 from rl4llm.runs import manifest
 from rl4llm.runs.lock import DirectoryLock
 from rl4llm.runs.run_dir import is_full, sync_directory, write_atomically

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from rl4llm.core.base_backend import BaseBackend
 from rl4llm.core.base_client import BasePublisher, LendsDevice
 from rl4llm.core.errors import EngineError, EnginesDownError, RunDirError
-from rl4llm.core.types import WeightRef
+from rl4llm.core.weights import WeightRef
 from rl4llm.extensions.servers.fleet.cohosted import CohostedFleet
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.runs.lock import DirectoryLock, private_directory
