@@ -44,7 +44,7 @@ from rl4llm.core.registry import load
 from rl4llm.core.weights import TensorSpec
 from rl4llm.runtime.cpu import use_fast_linear, use_fast_norms
 from rl4llm.runtime.hub import hub_answers
-from rl4llm.runtime.quantized import nf4, quantize, quantized_weights, take_quantized
+from rl4llm.runtime.quantized import dequantize, nf4, quantize, quantized_weights, take_quantized
 from rl4llm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def load_model(
     *,
     values: bool = False,
     nf4_skips: Sequence[str] | None = None,
+    packed: bool = True,
 ) -> PreTrainedModel:
     """Return a causal language model in evaluation mode without dropout; raise ModelError when it cannot be loaded.
 
@@ -80,7 +81,8 @@ def load_model(
     "cpu" or `shared_by` for a backend that shards, since the whole model may not fit a GPU. With `values` a classifier is
     read without its score, see `load_value_head`.
 
-    With `nf4_skips`, even empty, linear layers other than these come to the device in 4 bits, one at a time.
+    With `nf4_skips`, even empty, linear layers other than these come to the device in 4 bits, one at a time. What is not
+    `packed` are the weights of such a model as ordinary parameters, which can take others.
 
     When the ranks `shared_by` will shard the weights, only the first rank reads them. On all ranks the model stays in CPU
     memory; on the others the memory of its matrices is untouched, so it takes no space."""
@@ -99,6 +101,8 @@ def load_model(
         model = _from_files(path_or_model, dtype, values, nf4_skips, device)
     else:
         model = _from_first(str(model_directory(path_or_model)), dtype, values, shared_by)
+    if not packed:
+        dequantize(model)
     without_dropout(model)
     model.to(torch.device(device if shared_by is None else "cpu")).eval()
     if torch.device(device).type == "cpu":

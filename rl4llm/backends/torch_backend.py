@@ -202,9 +202,12 @@ class TorchBackend(ModelBackend):
         yield from self._buffers()
 
     @torch.no_grad()
-    def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def take_weights(self, weights: Iterator[tuple[str, Tensor]], rate: float = 1.0) -> None:
         tensors = {**dict(self.model.named_parameters()), **dict(self._buffers())}
         for name, tensor in weights:
+            if rate < 1:
+                before = whole(tensors[name])
+                tensor = before.lerp(tensor.to(before), rate)
             self._put(name, tensors[name], tensor)
 
     def _own_specs(self) -> list[TensorSpec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,7 @@ def build_policy(setup: Setup) -> BaseBackend:
     """Make the model that trains: the policy, or a reward or value model."""
     config, needs, loaded = setup.config, setup.needs, setup.given.model
     values, lora = needs.value_head, config.model.lora
-    nf4_skips = None if config.model.quantize == "none" else config.model.quantize_skip
-    model = _model_to_place(setup, loaded, values=values, nf4_skips=nf4_skips)
+    model = _model_to_place(setup, loaded, values=values, nf4_skips=_nf4_skips(setup))
     adapter = value_head = None
     if values:
         from rl4llm.backends.classifier import check_classifier, load_value_head  # noqa: PLC0415 - few runs need it
@@ -96,7 +96,7 @@ def build_reference(setup: Setup, policy: BaseBackend, start: Any) -> TokenScore
         from rl4llm.backends.lora import FrozenModel  # noqa: PLC0415 - most runs have no adapter
 
         return FrozenModel(policy, policy.adapter)
-    model = _model_to_place(setup, start)
+    model = _model_to_place(setup, start, nf4_skips=_nf4_skips(setup), packed=False)
     setup.identity.add_weights(setup.config.model.path, model)
     return _on_backend(setup, model, trains=False)
 
@@ -177,6 +177,11 @@ def _model_to_place(setup: Setup, given: Any, path: str | None = None, **options
     if shares and (stored or options.get("nf4_skips") is not None):
         raise ConfigError("Ranks do not share weights in 4 bits. Use backend.shard=ddp.")
     return plain_model(setup, given, path, shared_by=ranks if shares else None, **options)
+
+
+def _nf4_skips(setup: Setup) -> Sequence[str] | None:
+    model = setup.config.model
+    return None if model.quantize == "none" else model.quantize_skip
 
 
 def plain_model(

@@ -194,16 +194,8 @@ class BaseBackend(TokenScorer, ABC):
         return self.weights()
 
     @abstractmethod
-    def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Copy another model's `own_weights` into this one's."""
-
-    def follow(self, other: BaseBackend, rate: float) -> None:
-        """Move the weights by `rate` of the way to those of another model, which is in reach; 1 copies them."""
-        weights = other.own_weights()
-        if rate < 1:
-            pairs = zip(self.own_weights(), weights, strict=True)
-            weights = ((name, before.lerp(after.to(before), rate)) for (name, before), (_, after) in pairs)
-        self.take_weights(weights)
+    def take_weights(self, weights: Iterator[tuple[str, Tensor]], rate: float = 1.0) -> None:
+        """Move the weights by `rate` of the way to another model's `own_weights`, in any order; 1 copies them."""
 
     @abstractmethod
     def weight_specs(self) -> list[TensorSpec]:

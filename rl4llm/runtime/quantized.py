@@ -98,6 +98,14 @@ def quantize(model: PreTrainedModel, skip: Sequence[str], device: torch.device |
         raise ModelError(f"{type(model).__name__} has no linear layer for 4 bits. Remove model.quantize.")
 
 
+def dequantize(model: nn.Module) -> None:
+    """Replace the layers in 4 bits by ordinary ones that compute the same."""
+    for name, layer in quantized_layers(model).items():
+        linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
+        linear.weight, linear.bias = nn.Parameter(layer.weight), layer.bias
+        model.set_submodule(name, linear)
+
+
 def convertible(model: PreTrainedModel, skip: Sequence[str]) -> dict[str, nn.Linear]:
     """Return the linear layers by name that NF4 is for: all but output layer, embeddings, `skip` and those in 4 bits."""
     names = [*get_keys_to_not_convert(model), *skip]

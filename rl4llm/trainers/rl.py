@@ -121,7 +121,7 @@ class RLTrainer(BaseTrainer[RLStep]):
             self.inference.lend_device(self.backend)
             reference, needs = self._moving_reference, self.algorithm.needs()
             if reference and self.step and self.step % needs.reference_every == 0:
-                reference.follow(self.backend, needs.reference_rate)
+                reference.take_weights(self.backend.own_weights(), needs.reference_rate)
             trains = [self._trains(group) for group in step.groups]
             prepared = self.preparation.prepare(list(compress(step.groups, trains)), self.step)
             credits = iter(prepared.credits)

@@ -129,6 +129,33 @@ def test_the_reference_is_the_base_in_4_bits(build, trajectories):
     assert (logprobs(backend, batches) - logprobs(alone, batches)).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_reference_takes_the_weights_of_a_4_bit_policy(build, trajectories, tmp_path, stored):
+    """Its layers that are in 4 bits come last in the policy's order, not in that of the reference."""
+    model, skips = build("qwen2"), []
+    if stored:
+        model.save_pretrained(tmp_path / "plain")
+        config = nf4(load_model(tmp_path / "plain", device="cpu"), [])
+        model, skips = tmp_path / "stored", None
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / "plain", quantization_config=config, dtype=torch.float32, device_map={"": "cpu"}
+        ).save_pretrained(model)
+    policy = adapted(load_model(copy.deepcopy(model), nf4_skips=skips, device="cpu"), lr=0.1)
+    reference = TorchBackend(load_model(model, nf4_skips=skips, packed=False, device="cpu"), trains=False)
+    start = {name: tensor.clone() for name, tensor in policy.own_weights()}
+    assert [*start] != [name for name, _ in reference.own_weights()]
+    for rate in (0.0, 0.25, 1.0):
+        reference.take_weights(policy.own_weights(), rate)
+        policy_weights, taken = dict(policy.own_weights()), dict(reference.own_weights())
+        assert policy_weights.keys() == taken.keys()
+        for name, tensor in taken.items():
+            expected = start[name].lerp(policy_weights[name], rate)
+            torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=0)
+        if not rate:
+            train(policy, batches_of(trajectories))
+            assert any(not torch.equal(tensor, start[name]) for name, tensor in policy.own_weights())
+
+
 @pytest.mark.parametrize("path", ["fast", "model"])
 @pytest.mark.parametrize("autocast", ["none", "bfloat16"])
 def test_the_engine_computes_with_the_trainers_numbers(build, trajectories, path, autocast):

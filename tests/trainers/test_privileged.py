@@ -210,12 +210,14 @@ def test_a_prompt_that_leaves_no_room_is_not_read(model_dir, tmp_path):
     assert metrics(tmp_path)[0]["env/privileged"] == 0.5
 
 
-@pytest.mark.parametrize("lora", [0, 2])
-def test_teachers_are_the_policy_its_start_or_its_mean(model_dir, tmp_path, lora):
+@pytest.mark.parametrize(("lora", "quantize"), [(0, "none"), (2, "none"), (2, "nf4")])
+def test_teachers_are_the_policy_its_start_or_its_mean(model_dir, tmp_path, lora, quantize):
     """The mean, after each step, moves a quarter of the way to the policy."""
+    if quantize == "nf4":
+        pytest.importorskip("bitsandbytes")
     for teacher in ("live", "base", "ema"):
         algorithm = {"name": "sdft", "teacher": teacher, "teacher_rate": 0.25}
-        options = {"model.lora.rank": lora, "training": {"lr": 3e-2}}
+        options = {"model.lora.rank": lora, "model.quantize": quantize, "training": {"lr": 3e-2}}
         with trainer(model_dir, tmp_path / teacher, algorithm, **options).trainer as run:
             start = {name: tensor.clone() for name, tensor in run.backend.weights()}
             mean = dict(start)

@@ -205,9 +205,11 @@ class DeepSpeedBackend(ModelBackend):
         yield from self._buffers()
 
     @torch.no_grad()
-    def take_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def take_weights(self, weights: Iterator[tuple[str, Tensor]], rate: float = 1.0) -> None:
         tensors = dict(self.model.named_parameters()) | dict(self._buffers())
         for name, tensor in weights:
+            for _, before in self._wholes({name: tensors[name]}) if rate < 1 else ():  # whole only in here
+                tensor = before.lerp(tensor.to(before), rate)
             self._put(tensors[name], tensor)
 
     def _own_specs(self) -> list[TensorSpec]:
