@@ -330,6 +330,9 @@ class Order:
     def synchronize(self) -> None:
         wait("synchronize")
 
+    def is_capturing(self) -> bool:
+        return Capture.here() is not None
+
 
 class Carry(torch.autograd.Function):
     """Copy a tensor to the other device, and its gradient back."""
@@ -589,6 +592,8 @@ def install(enable_gqa: bool = True) -> None:
     """Change torch in this process. `enable_gqa` is whether `varlen_attn` has this argument."""
     for name, value in cuda_module().items():
         setattr(torch.cuda, name, value)
+    torch.accelerator.current_accelerator = functools.partial(always, GPU)
+    torch.accelerator.current_stream = Order
     torch._C._accelerator_setAllocatorSettings = lambda settings: None
     torch.compile = Fused
     torch.autocast = torch.amp.autocast = Autocast

@@ -30,6 +30,7 @@ from rl4llm.core.registry import load
 from rl4llm.core.types import TrainBatch
 from rl4llm.core.weights import TensorSpec
 from rl4llm.runs.tensor_file import TensorFile, write_tensors
+from rl4llm.runtime import devices
 from rl4llm.runtime.quantized import quantized_layers
 from rl4llm.runtime.ranks import Ranks
 
@@ -66,9 +67,7 @@ class ModelBackend(BaseBackend):
         place = next(model.parameters()).device if device is None else device
         self.device = torch.empty(0, device=place).device  # with its index
         if self.device.type != "cpu":
-            from rl4llm.runtime.gpus import use_exact_kernels  # noqa: PLC0415 - only on a GPU
-
-            use_exact_kernels()
+            devices.use_exact_kernels()
         self.value_head = None if value_head is None else value_head.to(self.device)
         self._ranks = ranks
         self._autocast = autocast

@@ -42,6 +42,7 @@ from rl4llm.backends.positions import scale_by_position
 from rl4llm.core.errors import ModelError
 from rl4llm.core.registry import load
 from rl4llm.core.weights import TensorSpec
+from rl4llm.runtime import devices
 from rl4llm.runtime.cpu import use_fast_linear, use_fast_norms
 from rl4llm.runtime.hub import hub_answers
 from rl4llm.runtime.quantized import dequantize, nf4, quantize, quantized_weights, take_quantized
@@ -89,7 +90,7 @@ def load_model(
     dtype = _dtype(dtype)
     refuse_adapted(path_or_model)
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = devices.default()
     if isinstance(path_or_model, PreTrainedModel):
         model = path_or_model
         take_quantized(model, dtype)

@@ -24,6 +24,7 @@ from rl4llm.core.registry import load
 from rl4llm.core.types import TrainBatch
 from rl4llm.core.weights import TensorSpec
 from rl4llm.runs.tensor_file import TensorFile
+from rl4llm.runtime import devices
 from rl4llm.runtime.ranks import Ranks, put, whole
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ class TorchBackend(ModelBackend):
         if self.device.type == "cpu" or self._cpu_offload:
             return
         self._optimizer.move(self._module, torch.device(device))
-        torch.cuda.empty_cache()
+        devices.empty_cache(self.device)
 
 
 def shared_by(

@@ -24,7 +24,9 @@ from rl4llm.core.redact import HIDDEN
 from rl4llm.core.schema import with_options
 from rl4llm.envs import ENVIRONMENTS
 from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime import devices
 from rl4llm.runtime.cpu import keep_freed_memory, multiplies_bfloat16
+from rl4llm.runtime.gpus import ALLOCATOR
 from rl4llm.runtime.ranks import Ranks, join_ranks
 
 MAY_CHANGE = (
@@ -32,8 +34,6 @@ MAY_CHANGE = (
     "mismatch.", "training.epochs", "rollout.max_failed_share", "training.max_skipped", "sandbox.", "env.remote", "launch.",
 )  # fmt: skip
 """Keys that a resumed run may change without becoming another run."""
-
-ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # what a user has set stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Given:
 class Machine:
     """What a process computes with: the device of its models, their dtype and that of products, and the other ranks."""
 
-    device: str  # cpu, cuda or cuda:1
+    device: str  # cpu, or the type of an accelerator, with a number or without
     dtype: str
     autocast: str  # none is the dtype of the weights
     ranks: Ranks
@@ -159,24 +159,20 @@ def _set_up_gpu(config: Config, device: torch.device) -> None:
 
     A device with a number becomes the current one, for calls that name none.
     """
-    from rl4llm.runtime.gpus import use_exact_kernels  # noqa: PLC0415 - only on a GPU
-
-    use_exact_kernels()
+    devices.use_exact_kernels()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
-    if not ALLOCATOR & os.environ.keys():
+    if not os.environ.keys() & ALLOCATOR:  # what a user has set stays
         # Batches have other shapes in each step, which would fragment the memory. Set here and not in the environment, which
         # servers inherit.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if device.index is not None:
-        torch.cuda.set_device(device)
+        devices.set_current(device)
 
 
 def device_of(config: Config) -> str:
     """Return the device of the models; "auto" uses a GPU if there is one."""
-    if config.model.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return config.model.device
+    return devices.default() if config.model.device == "auto" else config.model.device
 
 
 def autocast_of(config: Config) -> str:
@@ -186,22 +182,18 @@ def autocast_of(config: Config) -> str:
     """
     if config.model.autocast != "auto":
         return config.model.autocast
-    planned = not torch.cuda.is_available()
-    faster = (
-        multiplies_bfloat16()
-        if device_of(config) == "cpu"
-        else planned or torch.cuda.is_bf16_supported(including_emulation=False)
-    )
+    kind = torch.device(device_of(config)).type
+    faster = multiplies_bfloat16() if kind == "cpu" else devices.multiplies_bfloat16(kind)
     return "bfloat16" if faster and config.model.dtype == "float32" else "none"
 
 
 def demand_device(name: str) -> None:
-    """Raise ConfigError for a GPU that this machine does not have."""
-    device, gpus = torch.device(name), torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= gpus:
+    """Raise ConfigError for a device that this machine does not have."""
+    device = torch.device(name)
+    if (device.index or 0) >= devices.count(device.type):
         raise ConfigError(
-            f"model.device={name!r} is not available: torch {torch.__version__} finds {gpus} GPU(s). Use model.device=auto; "
-            "`rl4llm plan --device-memory` plans for another machine."
+            f"model.device={name!r} is not available: torch {torch.__version__} finds "
+            f"{', '.join(devices.names())}. Use model.device=auto; `rl4llm plan --device-memory` plans for another machine."
         )
 
 

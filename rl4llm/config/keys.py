@@ -42,7 +42,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; bfloat16 trains with float32 masters
     # bfloat16: matrix products in bf16, weights in float32; auto: bfloat16 where the processor or GPU multiplies in it
     autocast: Literal["none", "bfloat16", "auto"] = "auto"
-    device: str = "auto"  # auto: cuda where there is one
+    device: str = "auto"  # a type that torch knows, such as cuda, xpu or mps; auto: cuda where there is one
     # nf4: linear layers stay frozen in 4 bits under an adapter, except `quantize_skip`; needs the extra `bitsandbytes`
     quantize: Literal["none", "nf4"] = "none"
     quantize_skip: list[str] = field(default_factory=list)  # names, or beginnings or ends of them

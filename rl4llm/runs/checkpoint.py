@@ -27,6 +27,8 @@ import torch
 from rl4llm.core.errors import CheckpointError, RunDirError
 from rl4llm.runs import manifest
 from rl4llm.runs.run_dir import is_full, space, sync_directory, write_atomically
+from rl4llm.runtime import devices
+from rl4llm.runtime.gpus import GPU
 from rl4llm.runtime.ranks import Ranks
 
 FINAL = re.compile(r"step-(\d{6,})(\.old-[0-9a-f]+)?")
@@ -190,9 +192,7 @@ def rng_state() -> dict[str, Any]:
     legacy = np.random.get_state(legacy=False)
     return {
         "torch": _hex(torch.get_rng_state()),
-        "cuda": [_hex(state) for state in torch.cuda.get_rng_state_all()]
-        if torch.cuda.is_available()
-        else [],
+        "devices": {kind: list(map(_hex, states)) for kind, states in devices.random_states().items()},
         "python": [version, list(numbers), gauss],
         "numpy": {
             **legacy,
@@ -209,12 +209,16 @@ def restore_rng(state: dict[str, Any]) -> tuple[str, ...]:
     key = np.array(inner["key"], dtype=np.uint32)
     np.random.set_state({**state["numpy"], "state": {"key": key, "pos": inner["pos"]}})
     torch.set_rng_state(_tensor(state["torch"]))
-    saved, devices = state["cuda"], torch.cuda.device_count()
-    for device, text in enumerate(saved[:devices]):
-        torch.cuda.set_rng_state(_tensor(text), device)
-    if len(saved) == devices:
+    saved = state["devices"] if "devices" in state else {GPU: state[GPU]}  # the form of earlier versions
+    kind, names = devices.accelerator(), devices.names()
+    texts, number = saved.get(kind, []), sum(map(len, saved.values()))
+    for text, name in zip(texts, names[1:], strict=False):
+        devices.set_random_state(name, _tensor(text))
+    if number == len(texts) == len(names) - 1:
         return ()
-    return (f"The random state of {len(saved)} CUDA devices was saved, but this machine has {devices}.",)
+    return (
+        f"The random state of {number} {', '.join(saved)} devices was saved, but this machine has {', '.join(names)}.",
+    )
 
 
 def _hex(state: torch.Tensor) -> str:

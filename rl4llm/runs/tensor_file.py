@@ -99,7 +99,7 @@ def _contents(
         if TensorSpec.of(*pair) != spec:
             raise WeightsError(f"{path}: {TensorSpec.of(*pair)} came where {spec} was announced.")
         tensor = pair[1].detach()
-        if tensor.is_cuda:
+        if tensor.device.type != "cpu":
             buffer = _pinned() if buffer is None else buffer
             yield from pieces(tensor, buffer)
         else:

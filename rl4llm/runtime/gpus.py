@@ -1,4 +1,4 @@
-"""Which GPUs a process may use, by its environment, and the kernels that it uses there."""
+"""Which GPUs a process may use, by its environment."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from itertools import takewhile
 
-import torch
-
+GPU = "cuda"  # torch's name for GPUs of NVIDIA, and in its ROCm builds for those of AMD
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # Slurm and other schedulers set it too
+NO_GPU = {VISIBLE: ""}  # for processes that compute on the CPU
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
@@ -23,14 +24,3 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
     if VISIBLE not in environ:
         return None
     return list(takewhile(NAME.fullmatch, map(str.strip, environ[VISIBLE].split(","))))
-
-
-def use_exact_kernels() -> None:
-    """Have this process compute float32 exactly on a GPU, and choose attention kernels that need no plan for each shape.
-
-    TF32 would round the positions of rotary embeddings above 2,048. Attention of cuDNN plans each new shape for up to half a
-    second, and nearly every micro-batch has new shapes.
-    """
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.enable_cudnn_sdp(False)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl4llm.core.errors import ConfigError, RanksError
+from rl4llm.runtime import devices
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -163,12 +164,10 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
     if int(environ.get("WORLD_SIZE", "1")) == 1:
         _check_alone(environ)
         return Ranks()
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl"
+    if (kind := devices.accelerator()) != "cpu":
+        devices.set_current(torch.device(kind, int(environ["LOCAL_RANK"])))
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + LATER_S))
+        dist.init_process_group(devices.collective_backend(), timeout=timedelta(seconds=timeout_s + LATER_S))
     except RuntimeError as error:
         place = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
         raise RanksError(

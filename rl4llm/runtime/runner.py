@@ -16,6 +16,7 @@ from weakref import finalize
 
 import torch
 
+from rl4llm.runtime import devices
 from rl4llm.runtime.threads import OneThread, end_openmp_threads, result_of
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class Runner:
 
     Unlike ``asyncio.Runner`` it also works in a notebook or an ``async def``, whose own event loop waits too, and from
     several threads. All coroutines share one thread and one event loop, which stands still while there are none. Each sees
-    the context variables and the CUDA device of its caller, and computes without gradients. When an exception interrupts
+    the context variables and the current device of its caller, and computes without gradients. When an exception interrupts
     the caller of `run`, such as the KeyboardInterrupt of Ctrl-C, the coroutine is cancelled and gets `END_S` seconds to end.
     """
 
@@ -69,7 +70,7 @@ class Runner:
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
         """Begin a coroutine, and return at once."""
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        device = devices.current()
         running = Running(coroutine, contextvars.copy_context(), device)
         with self._changes:
             if self._loop is None:
@@ -104,7 +105,7 @@ class Runner:
         try:
             # Not `run_until_complete`: coroutines that other threads start meanwhile share this turn, and only the last to
             # end stops the loop, so that no thread waits for the coroutines of another.
-            with torch.no_grad(), torch.cuda.device(device):
+            with torch.no_grad(), devices.inside(device):
                 loop.run_forever()
         except BaseException as error:  # noqa: BLE001 - a task's SystemExit ends the loop, and `run` raises it
             with self._changes:

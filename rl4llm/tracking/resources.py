@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import torch
 
+from rl4llm.runtime import devices
 from rl4llm.tracking.tracker import TimedPhase
 
 GB = 1e9
@@ -99,10 +99,10 @@ class Resources:
             "resources/rss_gb": self._process.memory_info().rss / GB,
             "resources/peak_rss_gb": max(self._peak_rss, _high_water_mark()) / GB,
         }
-        if _on_gpu():
-            metrics["resources/gpu_gb"] = torch.cuda.memory_allocated() / GB
-            metrics["resources/peak_gpu_gb"] = max(self._peak_gpu, torch.cuda.max_memory_allocated()) / GB
-            metrics["resources/gpu_reserved_gb"] = torch.cuda.memory_reserved() / GB
+        if (memory := devices.memory()) is not None:
+            metrics["resources/gpu_gb"] = memory.allocated / GB
+            metrics["resources/peak_gpu_gb"] = max(self._peak_gpu, memory.peak) / GB
+            metrics["resources/gpu_reserved_gb"] = memory.reserved / GB
         return metrics
 
     def peak_gb(self) -> float:
@@ -110,11 +110,10 @@ class Resources:
 
         Without a resettable high-water mark, which Linux has, it is the memory that is resident now.
         """
-        if _on_gpu():
-            peak = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            self._peak_gpu = max(self._peak_gpu, peak)
-            return peak / GB
+        if (memory := devices.memory()) is not None:
+            devices.reset_peak()
+            self._peak_gpu = max(self._peak_gpu, memory.peak)
+            return memory.peak / GB
         peak = _high_water_mark()
         self._peak_rss = max(self._peak_rss, peak)
         try:
@@ -122,10 +121,6 @@ class Resources:
         except OSError:
             peak = self._process.memory_info().rss
         return peak / GB
-
-
-def _on_gpu() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def _high_water_mark() -> int:

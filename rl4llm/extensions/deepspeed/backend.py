@@ -43,6 +43,7 @@ from rl4llm.extensions.deepspeed.config import (
 from rl4llm.extensions.deepspeed.zero_optimizer import NoOptimizer, ReplicatedOptimizer, ZeroOptimizer
 from rl4llm.extensions.deepspeed.zero_parts import GatheredAdapter, put_together, whole_shape
 from rl4llm.runs.tensor_file import TensorFile
+from rl4llm.runtime import devices
 from rl4llm.runtime.ranks import Ranks
 
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -251,8 +252,7 @@ class DeepSpeedBackend(ModelBackend):
 
     def offload(self) -> None:
         self._optimizer.offload()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        devices.empty_cache(self.device)
 
     def onload(self) -> None:
         self._optimizer.onload()
@@ -376,6 +376,5 @@ def _join_alone(device: torch.device) -> None:
     """Start a process group of one process, which DeepSpeed requires even without a launcher."""
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # from which it takes its GPU
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined] # public, and not exported
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(devices.collective_backend(), store=store, rank=0, world_size=1)

@@ -32,7 +32,7 @@ class LearnedReward(BaseBatchReward):
 
     Args:
         path: a ...ForSequenceClassification with one label, or the directory of a run with ``algorithm.name=reward_model``.
-        device: "auto" is cuda if a GPU is available.
+        device: "auto" is a GPU if one is available.
         dtype: of the weights, float32 or bfloat16.
         max_tokens_per_batch: of one pass, or the longest conversation.
         template_args: variables of the reward model's chat template, as `env.template_args` of its training.

@@ -183,15 +183,17 @@ def provenance(recipe: Recipe, work: Path, model: str) -> dict[str, Any]:
     """Return the hash of the final weights, None if the run was not deterministic, and what they depend on."""
     import torch  # noqa: PLC0415 - after the stages, which need the memory
 
+    from rl4llm.runtime import devices  # noqa: PLC0415 - imports torch
+
     config = load_config(work / "run" / "config.yaml", of_run=True)
     start = Path(model if recipe.takes_model else config.model.path)
-    gpu = config.model.device != "cpu" and torch.cuda.is_available()
+    kind = "cpu" if config.model.device == "cpu" else devices.accelerator()
     return {
         "weights_sha256": _hash(work / "run" / "model") if config.deterministic else None,
         "machine": {
             "model": _hash(start)[:12] if start.is_dir() else str(start),
             "processor": _processor(),
-            "gpu": torch.cuda.get_device_name() if gpu else None,
+            "gpu": None if kind == "cpu" else devices.model_name(kind),
             "threads": config.threads or torch.get_num_threads(),
             "python": platform.python_version(),
             "torch": torch.__version__,

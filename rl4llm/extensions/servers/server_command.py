@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import is_secret_name
+from rl4llm.runtime.gpus import ALLOCATOR, NO_GPU
 from rl4llm.runtime.ports import KEY_VARIABLE, free_port, is_loopback
 
 SERVERS = Path(__file__).parent / "inside"
@@ -55,7 +56,7 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
         module=("rl4llm.extensions.servers.embedded",),
         usual_port=30200,
         keys=("--api-key",),
-        cpu_environment={"CUDA_VISIBLE_DEVICES": ""},
+        cpu_environment=NO_GPU,
     ),
     "sglang": ServerKind(
         module=("sglang.launch_server",),
@@ -166,7 +167,7 @@ def server_command(
     if any(_has(name, flags) for name in SLEEPS):  # memory in expandable segments cannot be freed
         environment |= {
             name: os.environ[name].replace("expandable_segments:True", "expandable_segments:False")
-            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+            for name in ALLOCATOR
             if name in os.environ
         }
     words = (program, *start, *flags, "--host", host, "--port", str(port))

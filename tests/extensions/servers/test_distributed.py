@@ -24,6 +24,7 @@ from rl4llm.extensions.servers.sync.distributed import BroadcastPublisher, over_
 from rl4llm.extensions.servers.sync.filesystem import FilesystemPublisher
 from rl4llm.extensions.servers.sync.store import WeightStore
 from rl4llm.extensions.servers.sync.wrappers import FallbackPublisher
+from rl4llm.runtime import devices
 from rl4llm.runtime.transport import Retry
 from rl4llm.sync.verify import Canary
 
@@ -137,7 +138,7 @@ def counted(backend):
 
 def test_a_broadcast_waits_for_the_gpu_of_its_tensors(monkeypatch):
     waited, sent = [], SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    monkeypatch.setattr(devices, "synchronize", waited.append)
     group = Broadcast("127.0.0.1", 2, "group", "nccl")
     group._group = SimpleNamespace(broadcast=lambda tensors, options: sent)
     group.send([torch.zeros(1, device="meta"), torch.zeros(1)])

@@ -24,6 +24,7 @@ from rl4llm.commands.output import Facts
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.registry import Registry
 from rl4llm.core.tables import ALGORITHMS
+from rl4llm.runtime.gpus import GPU
 
 PACKAGES = (
     "torch", "transformers", "datasets", "omegaconf", "math-verify", "deepspeed", "sglang", "vllm", "peft", "wandb",
@@ -88,19 +89,19 @@ def _devices() -> Iterator[tuple[str, str]]:
     yield "cpu", f"{cores} cores"
     for index, file in enumerate(sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))):
         lines = dict(line.partition(":")[::2] for line in file.read_text(errors="replace").splitlines())
-        yield f"cuda:{index}", lines.get("Model", "NVIDIA").strip()
+        yield f"{GPU}:{index}", lines.get("Model", "NVIDIA").strip()
 
 
 def _devices_of_torch() -> Iterator[tuple[str, str]]:
     import torch
 
+    from rl4llm.runtime import devices
     from rl4llm.runtime.cpu import prefers_onednn
 
     kernels = "oneDNN" if prefers_onednn() else "torch's default"
     yield "cpu", f"{torch.get_num_threads()} threads, fp32 products by {kernels}"
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    for device in devices.names()[1:]:
+        yield device, f"{devices.model_name(device)}, {devices.total_memory(device) / 2**30:.0f} GiB"
 
 
 def _algorithms() -> Iterator[Facts]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
-import torch
 
 from rl4llm.backends.models import empty_model, has_4_bits
 from rl4llm.compose.choices import check_choices
@@ -19,6 +18,8 @@ from rl4llm.extensions.inspect.plan.counts import Counts, count
 from rl4llm.extensions.inspect.plan.memory import Memory, Models, Phase
 from rl4llm.extensions.inspect.plan.shape import read_shape, read_tower, shape_of
 from rl4llm.inference.paths import context_limit
+from rl4llm.runtime import devices
+from rl4llm.runtime.gpus import GPU
 
 RESERVE = 0.1
 """Share of a GPU that is left free for CUDA's context and the gaps between blocks, which are not counted."""
@@ -82,7 +83,7 @@ def on_target(config: Config, memory: int | None) -> Config:
     """Return the configuration for the device that has `memory` bytes: a GPU, unless the configuration names one."""
     if memory is None or config.model.device != "auto":
         return config
-    return replace(config, model=replace(config.model, device="cuda"))
+    return replace(config, model=replace(config.model, device=GPU))
 
 
 def make_plan(
@@ -158,4 +159,4 @@ def _memory(device: str) -> int:
     if device == "cpu":
         return psutil.virtual_memory().total
     demand_device(device)
-    return torch.cuda.get_device_properties(torch.device(device)).total_memory
+    return devices.total_memory(device)

@@ -19,13 +19,13 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, Store, _new_process_group_helper, _world
 
 from rl4llm.core.errors import EngineError
 from rl4llm.core.weights import WeightRef
+from rl4llm.runtime import devices
 from rl4llm.runtime.threads import in_own_thread
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Broadcast:
         for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
             work.wait()
         if self.backend == "nccl":
-            torch.cuda.synchronize(tensors[0].device)  # the current device of this thread is another
+            devices.synchronize(tensors[0].device)  # the current device of this thread is another
 
     def close(self) -> None:
         """Leave the group; one that is not complete is given up, by all who wait for it."""
