@@ -1,5 +1,6 @@
 """Pretend that this CPU is a GPU: tensors have the device `cuda:0`, and the CPU computes them under the rules of a GPU.
 
+    on_pretended_gpu(function, kind="other")              # the device has another name, and its module no more than it must
     result = on_pretended_gpu(function, argument)         # calls a function of a test file in a separate process
     python tests/pretended_gpu.py SCRIPT [ARGUMENT ...]   # runs a program and prints what `TALLIES` counted
 
@@ -41,6 +42,11 @@ WHOLE = {"rms_norm", "_fused_rms_norm"}  # composite operations that are one ker
 NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_", "_local_scalar_dense",
 }  # fmt: skip
+LEAST = {
+    "is_available", "device_count", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "get_rng_state",
+    "set_rng_state",
+}  # fmt: skip
+"""What the module of every accelerator has."""
 NOT_DETERMINISTIC = {"put_", "histc", "kthvalue", "median"}
 READ_BACK = {
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount",
@@ -114,7 +120,7 @@ class Gpu(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: GPU)
-    is_cuda = property(lambda self: True)
+    is_cuda = property(lambda self: GPU.type == "cuda")
     is_cpu = property(lambda self: False)
 
     __torch_dispatch__ = classmethod(dispatched)
@@ -306,7 +312,7 @@ def beside() -> None:
 
     def read() -> None:
         with contextlib.suppress(RuntimeError):  # a capture in the mode "global"
-            torch.ones(1, device="cuda").tolist()
+            torch.ones(1, device=GPU).tolist()
 
     thread = threading.Thread(target=read)
     thread.start()
@@ -386,7 +392,7 @@ def _to(to: Any, x: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Te
     device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
     if device is not None and device.type == "meta":
         return to(x, device, dtype)
-    crosses = device is not None and (device.type == "cuda") != is_gpu(x)
+    crosses = device is not None and (device.type == GPU.type) != is_gpu(x)
     if dtype or layout or (copy and not crosses):
         x = to(x, dtype=dtype or x.dtype, copy=copy, memory_format=layout or torch.preserve_format)
     return carried(x, non_blocking) if crosses else x
@@ -424,7 +430,7 @@ def _copy(copy_: Any, target: Tensor, source: Tensor, non_blocking: bool = False
 
 @handles(torch.tensor, torch.as_tensor, torch.asarray)
 def _from_data(make: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-    if device is None or torch.device(device).type != "cuda":
+    if device is None or torch.device(device).type != GPU.type:
         return make(*args, device=device, **kwargs)
     made = make(*args, **kwargs)
     return made if is_gpu(made) else carried(made)
@@ -493,7 +499,7 @@ class Autocast(torch.amp.autocast_mode.autocast):
     """Casts on the pretended GPU what autocast of the CPU casts."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__(device_type.replace("cuda", "cpu"), *args, **kwargs)
+        super().__init__(device_type.replace(GPU.type, "cpu"), *args, **kwargs)
 
 
 class Whole(torch.autograd.Function):
@@ -588,23 +594,36 @@ def older_varlen_attn(*args: Any, **options: Any) -> Tensor:
     return varlen_attn(*args, enable_gqa=True, **options)
 
 
-def install(enable_gqa: bool = True) -> None:
-    """Change torch in this process. `enable_gqa` is whether `varlen_attn` has this argument."""
+def install(enable_gqa: bool = True, kind: str = "cuda") -> None:
+    """Change torch in this process. `enable_gqa` is whether `varlen_attn` has this argument; `kind` is the device's type."""
+    global GPU
+    if kind != "cuda":
+        register(kind)
+    GPU = torch.device(kind, 0)
     for name, value in cuda_module().items():
-        setattr(torch.cuda, name, value)
+        if kind == "cuda" or name in LEAST:
+            setattr(torch.get_device_module(kind), name, value)
     torch.accelerator.current_accelerator = functools.partial(always, GPU)
     torch.accelerator.current_stream = Order
     torch._C._accelerator_setAllocatorSettings = lambda settings: None
     torch.compile = Fused
     torch.autocast = torch.amp.autocast = Autocast
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-    torch.is_autocast_enabled = lambda device="cpu": enabled(device.replace("cuda", "cpu"))
-    torch.get_autocast_dtype = lambda device: dtype(device.replace("cuda", "cpu"))
+    torch.is_autocast_enabled = lambda device="cpu": enabled(device.replace(GPU.type, "cpu"))
+    torch.get_autocast_dtype = lambda device: dtype(device.replace(GPU.type, "cpu"))
     varlen.varlen_attn = varlen_attn if enable_gqa else older_varlen_attn
     torch.__future__.set_swap_module_params_on_conversion(True)  # a moved parameter has another class
     torch.autograd._engine_run_backward = redirected(torch.autograd._engine_run_backward)
     threading.Thread.run = redirected(threading.Thread.run)
     Pretended().__enter__()
+
+
+def register(kind: str) -> None:
+    """Register an accelerator of another type, whose module lacks what that of Apple's GPUs lacks."""
+    torch.utils.rename_privateuse1_backend(kind)
+    module = types.ModuleType(f"torch.{kind}")
+    module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined] # torch seeds what has it
+    torch._register_device_module(kind, module)
 
 
 def cuda_module() -> dict[str, Any]:
@@ -629,11 +648,13 @@ def cuda_module() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def on_pretended_gpu(function: Callable[..., Any], *args: Any, enable_gqa: bool = True) -> Any:
+def on_pretended_gpu(
+    function: Callable[..., Any], *args: Any, enable_gqa: bool = True, kind: str = "cuda"
+) -> Any:
     """Return what a function of a test file returns in a separate process that has a pretended GPU."""
     ours, theirs = forks().Pipe()
     named = function.__code__.co_filename, function.__name__
-    process = forks().Process(target=serve, args=(theirs, *named, args, enable_gqa))
+    process = forks().Process(target=serve, args=(theirs, *named, args, enable_gqa, kind))
     process.start()
     theirs.close()
     try:
@@ -645,11 +666,11 @@ def on_pretended_gpu(function: Callable[..., Any], *args: Any, enable_gqa: bool 
     return result
 
 
-def serve(connection: Any, file: str, name: str, args: Any, enable_gqa: bool) -> None:
+def serve(connection: Any, file: str, name: str, args: Any, enable_gqa: bool, kind: str) -> None:
     torch.set_num_threads(1)
     try:
         functions = runpy.run_path(file)
-        install(enable_gqa)
+        install(enable_gqa, kind)
         torch.manual_seed(0)
         connection.send(("", functions[name](*args)))
     except BaseException:  # noqa: BLE001 - the test shows it

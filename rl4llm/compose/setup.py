@@ -189,8 +189,8 @@ def autocast_of(config: Config) -> str:
 
 def demand_device(name: str) -> None:
     """Raise ConfigError for a device that this machine does not have."""
-    device = torch.device(name)
-    if (device.index or 0) >= devices.count(device.type):
+    number = devices.count(name)
+    if not number or (torch.device(name).index or 0) >= number:
         raise ConfigError(
             f"model.device={name!r} is not available: torch {torch.__version__} finds "
             f"{', '.join(devices.names())}. Use model.device=auto; `rl4llm plan --device-memory` plans for another machine."

@@ -41,6 +41,7 @@ from rl4llm.envs.rollout import Rollout
 from rl4llm.envs.stream import Staleness
 from rl4llm.rewards import check_examples
 from rl4llm.runs.run_dir import RunDir
+from rl4llm.runtime import devices
 from rl4llm.runtime.ranks import join_ranks
 from rl4llm.runtime.runner import Runner
 from rl4llm.sync.inference import Inference
@@ -298,6 +299,7 @@ def tracker_of(setup: Setup, run: RunDir, warnings: Sequence[str], notes: Sequen
         if config.max_steps:
             tracker.note(f"{run.path}: {config.algorithm['name']} trains {config.model.path}")
         tracker.note(precision_of(config.model.autocast, setup.machine))
+        tracker.note(untried(setup.machine))
         for text in dict.fromkeys(warnings):
             tracker.warn(text)
         for text in dict.fromkeys(filter(None, notes)):
@@ -312,6 +314,11 @@ def precision_of(asked: str, machine: Machine) -> str:
     chosen = asked == "auto" and machine.autocast == "bfloat16"
     reason = "which this machine multiplies faster" if chosen else f"model.autocast={asked}"
     return f"computes in {machine.computed} with {machine.dtype} weights: {reason}"
+
+
+def untried(machine: Machine) -> str:
+    """Return the line that a type of device was never tried; "" if it was."""
+    return "" if devices.tried(machine.device) else f"rl4llm was never tried on model.device={machine.device}"
 
 
 def _trackers(config: Config) -> list[str]:

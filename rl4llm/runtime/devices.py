@@ -38,14 +38,19 @@ def accelerator() -> str:
 
 def default() -> str:
     """Return the device for "auto": an accelerator on which the library has run, otherwise "cpu"."""
-    return kind if (kind := accelerator()) in TRIED else "cpu"
+    return kind if tried(kind := accelerator()) else "cpu"
 
 
-def count(kind: str) -> int:
-    """Return how many devices of a type torch finds on this machine."""
+def tried(device: str) -> bool:
+    """Return whether the library has run on this type of device."""
+    return torch.device(device).type in TRIED
+
+
+def count(device: str) -> int:
+    """Return how many devices of this type torch finds on this machine."""
     try:
-        number: int = torch.get_device_module(kind).device_count()
-    except RuntimeError:  # torch has no module for it
+        number: int = torch.get_device_module(device).device_count()
+    except RuntimeError:  # torch has no such type, or no module for it
         return 0
     return number
 
@@ -152,7 +157,7 @@ def set_random_state(device: str, state: torch.Tensor) -> None:
 
 
 def forked_generators(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context after which the generators of the CPU and of a device are as before."""
+    """Return a context that restores the generators of the CPU and of a device when it ends."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
