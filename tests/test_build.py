@@ -45,6 +45,7 @@ from rl4llm.extensions.evaluate.play import evaluate
 from rl4llm.extensions.servers.sync.wrappers import ClaimingPublisher
 from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import BatchCallable, Clip, Gate, as_reward_function, score
+from rl4llm.runtime import devices
 from rl4llm.runtime.quantized import nf4, quantized_layers
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": "4"} for i in range(4)]
@@ -235,6 +236,7 @@ def test_bfloat16_is_the_default_where_it_is_faster(keys, native, autocast, monk
 
 
 def test_a_gpu_has_exact_float32_and_no_plans_for_attention(monkeypatch):
+    monkeypatch.setattr(devices, "accelerator", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")

@@ -21,7 +21,6 @@ from rl4llm.core.registry import needed
 from rl4llm.core.types import TrainBatch
 from rl4llm.core.weights import TensorSpec
 from rl4llm.runs.tensor_file import tensors_digest
-from rl4llm.runtime.devices import forked_generators
 from rl4llm.runtime.quantized import QuantizedLinear, quantized_weights
 from rl4llm.runtime.ranks import whole
 from rl4llm.runtime.seeds import derive_seed
@@ -206,7 +205,9 @@ def add_adapter(
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
     )
-    with forked_generators(model.device), warnings.catch_warnings():
+    kind = model.device.type
+    generators = torch.random.fork_rng([] if kind == "cpu" else [model.device], device_type=kind)
+    with generators, warnings.catch_warnings():
         # PEFT warns of settings for other architectures than it expected, and corrects them.
         warnings.simplefilter("ignore")
         if not targets:

@@ -170,7 +170,7 @@ class Optimizer:
             here = {name: item for name, item in state.items() if isinstance(item, Tensor)}
             # bitsandbytes moves by itself what it pages
             state.update({name: moved(item) for name, item in here.items() if not hasattr(item, "is_paged")})
-        devices.synchronize()
+        devices.call(devices.accelerator(), "synchronize")
 
     def _shapes(self, name: str) -> dict[str, torch.Size]:
         """Return the shapes of a parameter's moments, by their keys."""
@@ -217,7 +217,7 @@ def _adam(groups: list[dict[str, Any]], options: OptimizerOptions, stepped: Iter
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor's copy on the device. torch keeps the pinned memory of the host for the next time."""
-    if device.type == "cpu" and devices.pins(tensor.device.type) and not isinstance(tensor, DTensor):
+    if device.type == "cpu" and tensor.device.type != "cpu" and not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
     return tensor.to(device, non_blocking=True)
 

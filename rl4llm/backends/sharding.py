@@ -22,7 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rl4llm.backends.runner import TokenNumbers
 from rl4llm.backends.torch_backend import Alone
 from rl4llm.core.types import TrainBatch
-from rl4llm.runtime.devices import pins
 from rl4llm.runtime.ranks import Ranks
 
 
@@ -90,7 +89,7 @@ class Sharded(Alone):
         super().__init__(module, ranks, device)
         self.gradient_scale = float(ranks.size)
         module.always_runs = True
-        offload = CPUOffloadPolicy(pin_memory=pins(device.type)) if cpu_offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload else OffloadPolicy()
         options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (ranks.size,)),
             "offload_policy": offload,

@@ -262,7 +262,7 @@ class TorchBackend(ModelBackend):
         if self.device.type == "cpu" or self._cpu_offload:
             return
         self._optimizer.move(self._module, torch.device(device))
-        devices.empty_cache(self.device)
+        devices.call(self.device, "empty_cache")
 
 
 def shared_by(

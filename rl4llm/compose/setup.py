@@ -167,7 +167,7 @@ def _set_up_gpu(config: Config, device: torch.device) -> None:
         # servers inherit.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if device.index is not None:
-        devices.set_current(device)
+        devices.call(device, "set_device", device)
 
 
 def device_of(config: Config) -> str:
@@ -182,18 +182,20 @@ def autocast_of(config: Config) -> str:
     """
     if config.model.autocast != "auto":
         return config.model.autocast
-    kind = torch.device(device_of(config)).type
-    faster = multiplies_bfloat16() if kind == "cpu" else devices.multiplies_bfloat16(kind)
+    device = device_of(config)
+    if device == "cpu":
+        faster = multiplies_bfloat16()
+    else:  # without emulation
+        faster = not devices.call(device, "is_available") or devices.call(device, "is_bf16_supported", False)
     return "bfloat16" if faster and config.model.dtype == "float32" else "none"
 
 
 def demand_device(name: str) -> None:
     """Raise ConfigError for a device that this machine does not have."""
-    number = devices.count(name)
-    if not number or (torch.device(name).index or 0) >= number:
+    if name not in (found := ["cpu", *devices.names()]) and name != devices.accelerator():
         raise ConfigError(
-            f"model.device={name!r} is not available: torch {torch.__version__} finds "
-            f"{', '.join(devices.names())}. Use model.device=auto; `rl4llm plan --device-memory` plans for another machine."
+            f"model.device={name!r} is not available: torch {torch.__version__} finds {', '.join(found)}. "
+            "Use model.device=auto; `rl4llm plan --device-memory` plans for another machine."
         )
 
 

@@ -299,7 +299,6 @@ def tracker_of(setup: Setup, run: RunDir, warnings: Sequence[str], notes: Sequen
         if config.max_steps:
             tracker.note(f"{run.path}: {config.algorithm['name']} trains {config.model.path}")
         tracker.note(precision_of(config.model.autocast, setup.machine))
-        tracker.note(untried(setup.machine))
         for text in dict.fromkeys(warnings):
             tracker.warn(text)
         for text in dict.fromkeys(filter(None, notes)):
@@ -313,12 +312,9 @@ def precision_of(asked: str, machine: Machine) -> str:
         return ""
     chosen = asked == "auto" and machine.autocast == "bfloat16"
     reason = "which this machine multiplies faster" if chosen else f"model.autocast={asked}"
+    untried = machine.device.partition(":")[0] not in devices.TRIED
+    reason += f"; rl4llm was never tried on model.device={machine.device}" if untried else ""
     return f"computes in {machine.computed} with {machine.dtype} weights: {reason}"
-
-
-def untried(machine: Machine) -> str:
-    """Return the line that a type of device was never tried; "" if it was."""
-    return "" if devices.tried(machine.device) else f"rl4llm was never tried on model.device={machine.device}"
 
 
 def _trackers(config: Config) -> list[str]:

@@ -16,7 +16,7 @@ from rl4llm.inference.embedded.llama_decode import LlamaDecoder, UnsupportedMode
 from rl4llm.inference.embedded.model_decode import Layers, ModelDecoder, autocasting, evaluating
 from rl4llm.inference.embedded.precision import in_float32
 from rl4llm.inference.embedded.rows import Decoder
-from rl4llm.runtime.devices import captures_graphs
+from rl4llm.runtime.devices import has_graphs
 
 Path = Literal["auto", "fast", "graph", "model"]
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the logits' spread
@@ -59,7 +59,7 @@ def choose_decoder(
     if path != "model":
         try:
             kind = LlamaDecoder
-            if path == "graph" or (path == "auto" and captures_graphs(next(model.parameters()).device)):
+            if path == "graph" or (path == "auto" and has_graphs(next(model.parameters()).device)):
                 kind = load("rl4llm.inference.embedded.static_decode:StaticDecoder")
             fast = kind(model, context_length, autocast)
             fast.refresh()

@@ -35,7 +35,7 @@ from pebble import ProcessExpired, ProcessPool
 from rl4llm.core.errors import RL4LLMError
 from rl4llm.core.redact import short_environment
 from rl4llm.core.schema import Count, Positive, checked
-from rl4llm.runtime.gpus import NO_GPU
+from rl4llm.runtime.gpus import VISIBLE
 
 START_ATTEMPTS = 3
 RETRIES = {"died": 1, "full": 20}
@@ -50,7 +50,7 @@ _START = f"import json, sys; sys.path[:] = json.loads(sys.argv[1])[0]; from {__n
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
-    **NO_GPU,
+    VISIBLE: "",
     "MALLOC_ARENA_MAX": "1",
 }
 

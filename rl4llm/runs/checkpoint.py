@@ -192,7 +192,9 @@ def rng_state() -> dict[str, Any]:
     legacy = np.random.get_state(legacy=False)
     return {
         "torch": _hex(torch.get_rng_state()),
-        "devices": {kind: list(map(_hex, states)) for kind, states in devices.random_states().items()},
+        "devices": {
+            name: _hex(devices.call(name, "get_rng_state", torch.device(name))) for name in devices.names()
+        },
         "python": [version, list(numbers), gauss],
         "numpy": {
             **legacy,
@@ -209,15 +211,14 @@ def restore_rng(state: dict[str, Any]) -> tuple[str, ...]:
     key = np.array(inner["key"], dtype=np.uint32)
     np.random.set_state({**state["numpy"], "state": {"key": key, "pos": inner["pos"]}})
     torch.set_rng_state(_tensor(state["torch"]))
-    saved = state["devices"] if "devices" in state else {GPU: state[GPU]}  # the form of earlier versions
-    kind, names = devices.accelerator(), devices.names()
-    texts, number = saved.get(kind, []), sum(map(len, saved.values()))
-    for text, name in zip(texts, names[1:], strict=False):
-        devices.set_random_state(name, _tensor(text))
-    if number == len(texts) == len(names) - 1:
+    earlier = {f"{GPU}:{index}": text for index, text in enumerate(state.get(GPU, ()))}
+    saved, names = state.get("devices", earlier), devices.names()
+    for name in saved.keys() & names:
+        devices.call(name, "set_rng_state", _tensor(saved[name]), torch.device(name))
+    if saved.keys() == set(names):
         return ()
     return (
-        f"The random state of {number} {', '.join(saved)} devices was saved, but this machine has {', '.join(names)}.",
+        f"The random states of [{', '.join(saved)}] were saved, but this machine has [{', '.join(names)}].",
     )
 
 

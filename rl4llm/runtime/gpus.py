@@ -8,7 +8,6 @@ from itertools import takewhile
 
 GPU = "cuda"  # torch's name for GPUs of NVIDIA, and in its ROCm builds for those of AMD
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # Slurm and other schedulers set it too
-NO_GPU = {VISIBLE: ""}  # for processes that compute on the CPU
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 

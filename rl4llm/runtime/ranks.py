@@ -165,7 +165,7 @@ def join_ranks(timeout_s: float, environ: Mapping[str, str] = os.environ) -> Ran
         _check_alone(environ)
         return Ranks()
     if (kind := devices.accelerator()) != "cpu":
-        devices.set_current(torch.device(kind, int(environ["LOCAL_RANK"])))
+        devices.call(kind, "set_device", torch.device(kind, int(environ["LOCAL_RANK"])))
     try:
         dist.init_process_group(devices.collective_backend(), timeout=timedelta(seconds=timeout_s + LATER_S))
     except RuntimeError as error:

@@ -8,6 +8,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -70,8 +71,7 @@ class Runner:
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
         """Begin a coroutine, and return at once."""
-        device = devices.current()
-        running = Running(coroutine, contextvars.copy_context(), device)
+        running = Running(coroutine, contextvars.copy_context())
         with self._changes:
             if self._loop is None:
                 self._loop = self._thread.put(self._runner.get_loop).result()
@@ -80,7 +80,7 @@ class Runner:
             self._loop.call_soon_threadsafe(running.begin, self._over)
             if idle:
                 end_openmp_threads()
-                self._thread.put(partial(self._turn, self._loop, running.device))
+                self._thread.put(partial(self._turn, self._loop, devices.current()))
         return running
 
     def cancel(self) -> None:
@@ -99,13 +99,13 @@ class Runner:
         with contextlib.suppress(KeyboardInterrupt, SystemExit):  # a task's own, which `_turn` already raised
             self._runner.close()
 
-    def _turn(self, loop: asyncio.AbstractEventLoop, device: int) -> None:
+    def _turn(self, loop: asyncio.AbstractEventLoop, device: AbstractContextManager[Any]) -> None:
         """Run the loop until no coroutine is left."""
         self._ident = threading.get_ident()
         try:
             # Not `run_until_complete`: coroutines that other threads start meanwhile share this turn, and only the last to
             # end stops the loop, so that no thread waits for the coroutines of another.
-            with torch.no_grad(), devices.inside(device):
+            with torch.no_grad(), device:
                 loop.run_forever()
         except BaseException as error:  # noqa: BLE001 - a task's SystemExit ends the loop, and `run` raises it
             with self._changes:
@@ -131,7 +131,6 @@ class Running(Generic[T]):
 
     coroutine: Coroutine[Any, Any, T]
     context: contextvars.Context
-    device: int
     outcome: Future[T] = field(default_factory=Future)
     _calls: SimpleQueue[Callable[[], None] | None] = field(default_factory=SimpleQueue)
     _task: asyncio.Task[T] | None = None

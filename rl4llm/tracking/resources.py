@@ -100,9 +100,10 @@ class Resources:
             "resources/peak_rss_gb": max(self._peak_rss, _high_water_mark()) / GB,
         }
         if (memory := devices.memory()) is not None:
-            metrics["resources/gpu_gb"] = memory.allocated / GB
-            metrics["resources/peak_gpu_gb"] = max(self._peak_gpu, memory.peak) / GB
-            metrics["resources/gpu_reserved_gb"] = memory.reserved / GB
+            allocated, peak, reserved = memory
+            metrics["resources/gpu_gb"] = allocated / GB
+            metrics["resources/peak_gpu_gb"] = max(self._peak_gpu, peak) / GB
+            metrics["resources/gpu_reserved_gb"] = reserved / GB
         return metrics
 
     def peak_gb(self) -> float:
@@ -111,9 +112,9 @@ class Resources:
         Without a resettable high-water mark, which Linux has, it is the memory that is resident now.
         """
         if (memory := devices.memory()) is not None:
-            devices.reset_peak()
-            self._peak_gpu = max(self._peak_gpu, memory.peak)
-            return memory.peak / GB
+            devices.call(devices.accelerator(), "reset_peak_memory_stats")
+            self._peak_gpu = max(self._peak_gpu, memory[1])
+            return memory[1] / GB
         peak = _high_water_mark()
         self._peak_rss = max(self._peak_rss, peak)
         try:

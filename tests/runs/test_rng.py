@@ -32,13 +32,13 @@ def test_restored_generators_draw_the_same_numbers_again():
 
 def test_a_state_from_other_devices_is_reported():
     state = rng_state()
-    assert len(restore_rng({**state, "devices": {"other": [state["torch"]]}})) == 1
+    assert len(restore_rng({**state, "devices": {"other:0": state["torch"]}})) == 1
 
 
 def test_a_state_of_earlier_versions_is_restored():
     state = rng_state()
     number = torch.cuda.device_count()
     earlier = {name: value for name, value in state.items() if name != "devices"}
-    same = [text for texts in state["devices"].values() for text in texts]
+    same = list(state["devices"].values())
     assert restore_rng({**earlier, "cuda": same[:number]}) == ()
     assert len(restore_rng({**earlier, "cuda": [*same, state["torch"]]})) == 1

@@ -32,43 +32,27 @@ def answers(whole):
             setattr(torch.get_device_module(kind), name, value)
     config = load_config(overrides={"model.path": "M", "model.device": kind})
     demand_device(kind)
-    memory = devices.memory()
     return {
         "accelerator": devices.accelerator(),
         "default": devices.default(),
-        "tried": devices.tried(kind),
         "names": devices.names(),
-        "model_name": devices.model_name(f"{kind}:0"),
-        "total_memory": devices.total_memory(kind),
+        "properties": devices.properties(kind),
         "autocast": Machine.of(config).autocast,
-        "graphs": devices.captures_graphs(pretended_gpu.GPU),
-        "flash": devices.has_flash(pretended_gpu.GPU),
+        "cuda": devices.has_graphs(pretended_gpu.GPU),
         "backend": devices.collective_backend(),
-        "memory": memory and (memory.allocated, memory.peak, memory.reserved),
+        "memory": devices.memory(),
     }
 
 
-def calls(named):
-    """Return what happened on the pretended device while each function was called that does something with it."""
+def calls(names):
+    """Return which of these functions the device's module was called for; it lacks the others."""
     gpu, done = pretended_gpu.GPU, []
     module = torch.get_device_module(gpu)
-    for name in ("set_device", "empty_cache", "set_rng_state", "reset_peak_memory_stats", *named):
-        if name in named or hasattr(module, name):
-            setattr(module, name, lambda *args, name=name: done.append((name, *map(str, args))))
-    devices.set_current(gpu)
-    devices.empty_cache(gpu)
-    with pretended_gpu.counted() as tally:
-        devices.synchronize()
-        devices.synchronize(gpu)
-    before = torch.get_rng_state()
-    with devices.forked_generators(gpu):
-        torch.rand(3)
-    same = bool((torch.get_rng_state() == before).all())
-    for kind, states in devices.random_states().items():
-        devices.set_random_state(f"{kind}:0", *states)
-    with devices.inside(devices.current()):
-        done.append(("inside", str(devices.current())))
-    return [name for name, *_ in done], tally.total("wait"), same
+    for name in names:
+        setattr(module, name, lambda *args, name=name: done.append((name, *map(str, args))))
+    assert [devices.call(gpu, name, gpu) for name in ("set_device", "empty_cache")] == [None, None]
+    with devices.current():
+        return done
 
 
 def names_in(path):
@@ -93,13 +77,10 @@ def test_what_a_device_lacks_is_turned_off():
     assert on_pretended_gpu(answers, False, kind="other") == {
         "accelerator": "other",
         "default": "cpu",
-        "tried": False,
-        "names": ["cpu", "other:0"],
-        "model_name": "other",
-        "total_memory": psutil.virtual_memory().total,
+        "names": ["other:0"],
+        "properties": ("other", psutil.virtual_memory().total),
         "autocast": "none",
-        "graphs": False,
-        "flash": False,
+        "cuda": False,
         "backend": "cpu:gloo,other:gloo",
         "memory": None,
     }
@@ -109,13 +90,10 @@ def test_what_a_device_of_another_name_has_is_used():
     assert on_pretended_gpu(answers, True, kind="other") == {
         "accelerator": "other",
         "default": "cpu",
-        "tried": False,
-        "names": ["cpu", "other:0"],
-        "model_name": "pretended GPU",
-        "total_memory": 80 * GIB,
+        "names": ["other:0"],
+        "properties": ("pretended GPU", 80 * GIB),
         "autocast": "bfloat16",
-        "graphs": False,
-        "flash": False,
+        "cuda": False,
         "backend": "cpu:gloo,other:gloo",
         "memory": (GIB, 2 * GIB, 3 * GIB),
     }
@@ -123,15 +101,13 @@ def test_what_a_device_of_another_name_has_is_used():
 
 def test_a_gpu_of_cuda_has_everything():
     found = on_pretended_gpu(answers, False)
-    assert (found["accelerator"], found["default"], found["tried"]) == ("cuda", "cuda", True)
-    assert found["graphs"] and found["flash"] and found["backend"] == "cpu:gloo,cuda:nccl"
+    assert (found["accelerator"], found["default"], found["cuda"]) == ("cuda", "cuda", True)
+    assert found["backend"] == "cpu:gloo,cuda:nccl"
 
 
-@pytest.mark.parametrize("named", [(), ("set_device",)])
-def test_a_device_does_what_its_module_can(named):
-    done, waits, same = on_pretended_gpu(calls, named, kind="other")
-    assert done == [*named, "empty_cache", "set_rng_state", "set_rng_state", "inside"]
-    assert waits == 2 and same
+@pytest.mark.parametrize("names", [("empty_cache",), ("set_device", "empty_cache")])
+def test_a_device_does_what_its_module_can(names):
+    assert on_pretended_gpu(calls, names, kind="other") == [(name, "other:0") for name in names]
 
 
 @pytest.mark.parametrize("name", ["gpu", "meta", "hip", "cuda:99"])
@@ -142,10 +118,8 @@ def test_a_device_that_torch_does_not_find_is_refused(name):
 
 def test_this_cpu_is_the_default_without_an_accelerator(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
-    assert (devices.accelerator(), devices.default(), devices.names()) == ("cpu", "cpu", ["cpu"])
-    assert devices.collective_backend() == "gloo"
-    assert devices.memory() is None and devices.current() == -1 and not devices.pins("cpu")
-    devices.synchronize()
-    devices.empty_cache(torch.device("cpu"))
-    with devices.inside(-1), devices.forked_generators(torch.device("cpu")):
-        torch.rand(1)
+    assert (devices.accelerator(), devices.default(), devices.names()) == ("cpu", "cpu", [])
+    assert devices.collective_backend() == "gloo" and devices.memory() is None
+    assert devices.call("cpu", "empty_cache") is None
+    with devices.current():
+        assert not devices.has_graphs(torch.device("cpu"))

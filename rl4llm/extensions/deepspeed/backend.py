@@ -252,7 +252,7 @@ class DeepSpeedBackend(ModelBackend):
 
     def offload(self) -> None:
         self._optimizer.offload()
-        devices.empty_cache(self.device)
+        devices.call(self.device, "empty_cache")
 
     def onload(self) -> None:
         self._optimizer.onload()

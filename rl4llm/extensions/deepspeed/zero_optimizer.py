@@ -28,7 +28,6 @@ from rl4llm.extensions.deepspeed.zero_parts import (
     whole_shape,
 )
 from rl4llm.runs.tensor_file import TensorFile
-from rl4llm.runtime.devices import pins
 
 
 class NoOptimizer:
@@ -191,7 +190,7 @@ class ZeroOptimizer(NoOptimizer):
     def offload(self) -> None:
         if self._engine.zero_offload_param() is not None:
             return  # DeepSpeed keeps the weights off the device and moves nothing
-        pinned = pins(self._device.type)
+        pinned = self._device.type != "cpu"
         if self._engine.zero_optimization_stage() < 3:
             self._engine.offload_states(pin_memory=pinned)
         else:

@@ -21,7 +21,7 @@ from rl4llm.extensions.launch.ranks import STOPPED
 from rl4llm.extensions.launch.roles import NUMBER, Role, hosts_variable, log_of, roles
 from rl4llm.runs.run_dir import RunDir
 from rl4llm.runtime import devices
-from rl4llm.runtime.gpus import GPU, VISIBLE, visible_gpus
+from rl4llm.runtime.gpus import VISIBLE, visible_gpus
 from rl4llm.runtime.ports import free_port
 from rl4llm.runtime.supervise import last_words, start
 from rl4llm.runtime.watchdog import stop_signals
@@ -133,7 +133,7 @@ def assigned(roles: Sequence[Role]) -> list[Assignment]:
 
 def present(environ: Mapping[str, str]) -> list[str]:
     """Return the visible GPUs of this machine, as CUDA_VISIBLE_DEVICES names them for a process that gets some of them."""
-    count, names = devices.count(GPU), visible_gpus(environ)
+    count, names = len(devices.names()), visible_gpus(environ)
     return [str(number) for number in range(count)] if names is None else names[:count]
 
 

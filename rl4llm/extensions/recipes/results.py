@@ -193,7 +193,7 @@ def provenance(recipe: Recipe, work: Path, model: str) -> dict[str, Any]:
         "machine": {
             "model": _hash(start)[:12] if start.is_dir() else str(start),
             "processor": _processor(),
-            "gpu": None if kind == "cpu" else devices.model_name(kind),
+            "gpu": None if kind == "cpu" else devices.properties(kind)[0],
             "threads": config.threads or torch.get_num_threads(),
             "python": platform.python_version(),
             "torch": torch.__version__,

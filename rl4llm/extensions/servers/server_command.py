@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.redact import is_secret_name
-from rl4llm.runtime.gpus import ALLOCATOR, NO_GPU
+from rl4llm.runtime.gpus import ALLOCATOR, VISIBLE
 from rl4llm.runtime.ports import KEY_VARIABLE, free_port, is_loopback
 
 SERVERS = Path(__file__).parent / "inside"
@@ -56,7 +56,7 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
         module=("rl4llm.extensions.servers.embedded",),
         usual_port=30200,
         keys=("--api-key",),
-        cpu_environment=NO_GPU,
+        cpu_environment={VISIBLE: ""},
     ),
     "sglang": ServerKind(
         module=("sglang.launch_server",),

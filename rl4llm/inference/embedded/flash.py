@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl4llm.inference.embedded.llama_decode import Norm, rotated
-from rl4llm.runtime.devices import has_flash
+from rl4llm.runtime.devices import has_graphs
 
 Flash = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], int, Tensor, float], Tensor]
 TOLERANCE = 0.03
@@ -93,7 +93,7 @@ def flash_for(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
 ) -> tuple[Flash | None, str]:
     """Return the kernel for these sizes if torch has it and it is right, else None and the reason."""
-    if not has_flash(device) or dtype not in (torch.bfloat16, torch.float16):
+    if not has_graphs(device) or dtype not in (torch.bfloat16, torch.float16):
         return None, f"attention with masks, since it computes in {dtype} on {device.type}"
     try:
         differs = _difference(flash_attention, device, dtype, heads, kv_heads, width)

@@ -22,7 +22,7 @@ from rl4llm.inference.embedded.llama_decode import LlamaDecoder
 from rl4llm.inference.embedded.rows import Batch, Request
 from rl4llm.inference.embedded.sampling import PERIOD, Kind, StaticSampler
 from rl4llm.inference.embedded.stops import StopTable
-from rl4llm.runtime.devices import captures_graphs
+from rl4llm.runtime.devices import has_graphs
 
 FAILURES = (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 Key = tuple[Any, ...]
@@ -189,7 +189,7 @@ class StaticDecoder(LlamaDecoder):
     def __init__(self, model: Any, context_length: int, autocast: torch.dtype | None = None):
         super().__init__(model, context_length, autocast)
         device = self.embedding.device
-        self._captures = captures_graphs(device)
+        self._captures = has_graphs(device)
         self._pool: Any = None
         self._steps: dict[Key, StaticStep] = {}
         sizes = (device, self.dtype, self.heads, self.kv_heads, self.head_dim)

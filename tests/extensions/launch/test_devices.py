@@ -9,6 +9,7 @@ from rl4llm.cli import main
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.launch import local
 from rl4llm.extensions.launch.local import planned, present
+from rl4llm.runtime import devices
 
 RUN = ["model.path=hub/model", "data.path=arithmetic", "inference.name=sglang", "launch.servers=1"]
 BOTH = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-94f1da9b-6c27-5d2d-9d1f-ef5d3b2a1c11"]
@@ -20,6 +21,7 @@ def machine(monkeypatch, tmp_path):
     (tmp_path / "run.yaml").write_text("")
 
     def plan(count, visible, *overrides):
+        monkeypatch.setattr(devices, "accelerator", lambda: "cuda")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:

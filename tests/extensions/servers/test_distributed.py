@@ -138,11 +138,11 @@ def counted(backend):
 
 def test_a_broadcast_waits_for_the_gpu_of_its_tensors(monkeypatch):
     waited, sent = [], SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(devices, "synchronize", waited.append)
+    monkeypatch.setattr(devices, "call", lambda device, name, *args: waited.append((name, device)))
     group = Broadcast("127.0.0.1", 2, "group", "nccl")
     group._group = SimpleNamespace(broadcast=lambda tensors, options: sent)
     group.send([torch.zeros(1, device="meta"), torch.zeros(1)])
-    assert waited == [torch.device("meta")]
+    assert waited == [("synchronize", torch.device("meta"))]
 
 
 def test_two_servers_take_each_tensor_from_one_group(play):

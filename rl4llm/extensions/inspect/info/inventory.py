@@ -100,8 +100,9 @@ def _devices_of_torch() -> Iterator[tuple[str, str]]:
 
     kernels = "oneDNN" if prefers_onednn() else "torch's default"
     yield "cpu", f"{torch.get_num_threads()} threads, fp32 products by {kernels}"
-    for device in devices.names()[1:]:
-        yield device, f"{devices.model_name(device)}, {devices.total_memory(device) / 2**30:.0f} GiB"
+    for device in devices.names():
+        name, size = devices.properties(device)
+        yield device, f"{name}, {size / 2**30:.0f} GiB"
 
 
 def _algorithms() -> Iterator[Facts]:

@@ -159,4 +159,4 @@ def _memory(device: str) -> int:
     if device == "cpu":
         return psutil.virtual_memory().total
     demand_device(device)
-    return devices.total_memory(device)
+    return devices.properties(device)[1]

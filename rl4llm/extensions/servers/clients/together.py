@@ -97,7 +97,8 @@ class Broadcast:
         for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
             work.wait()
         if self.backend == "nccl":
-            devices.synchronize(tensors[0].device)  # the current device of this thread is another
+            device = tensors[0].device
+            devices.call(device, "synchronize", device)  # the current device of this thread is another
 
     def close(self) -> None:
         """Leave the group; one that is not complete is given up, by all who wait for it."""
