@@ -47,6 +47,7 @@ from rl4llm.inference.local import LocalClient
 from rl4llm.rewards import BatchCallable, Clip, Gate, as_reward_function, score
 from rl4llm.runtime import devices
 from rl4llm.runtime.quantized import nf4, quantized_layers
+from rl4llm.runtime.ranks import Ranks
 
 ROWS = [{"messages": [{"role": "user", "content": f"Say {i}."}], "ground_truth": "4"} for i in range(4)]
 SHORT = {"name": "length", "unit": "chars", "max_length": 9, "margin": 2}
@@ -198,6 +199,13 @@ def test_a_trainer_writes_nothing_before_it_trains(model_dir, tmp_path):
     assert "max_steps: 1" in (directory / "config.yaml").read_text()
     assert third.train().trainer.step == 2
     assert "max_steps: 2" in (directory / "config.yaml").read_text()
+
+
+def test_an_untried_device_is_named_at_the_start():
+    lines = [
+        precision_of("auto", Machine(device, "float32", "none", Ranks())) for device in ("cuda:0", "mps")
+    ]
+    assert ["never tried" in line for line in lines] == [False, True]
 
 
 def test_a_run_keeps_the_precision_that_auto_chose(model_dir, tmp_path, monkeypatch):

@@ -337,10 +337,9 @@ def test_run_trains_and_resumes_on_a_gpu(name, tmp_path, model_dir):
     assert on_pretended_gpu(trained, tmp_path, [*RUNS[name], f"model.path={model_dir}"]) == [0, 0]
 
 
-def test_run_trains_and_resumes_on_a_device_of_another_name(tmp_path, model_dir, capfd):
+def test_run_trains_and_resumes_on_a_device_of_another_name(tmp_path, model_dir):
     words = [*GROUPS, "model.device=other", f"model.path={model_dir}"]
     assert on_pretended_gpu(trained, tmp_path, words, kind="other") == [0, 0]
-    assert "never tried on model.device=other" in capfd.readouterr().out
 
 
 def test_deterministic_run_on_a_gpu_resumes_and_equals_a_cpu(tmp_path, model_dir):
