@@ -411,6 +411,8 @@ INFERENCE = _of(
      "test_grammars.py::test_every_answer_to_a_schema_parses"),
     ("grammar_of_the_trainer", "../backends/heads.py", "return constrained(scores, plan.allowed, tile.rows, tile.columns)",
      "return scores", "test_grammars.py::test_recorded_log_probs_are_the_trainers"),
+    ("grammar_of_free_tokens", "../backends/heads.py", "blocked_RV & (ids_R >= 0)[:, None]", "blocked_RV",
+     "test_grammars.py::test_layouts_and_micro_batches_keep_loss_and_gradient"),
     ("grammar_apart", "../backends/heads.py", "first_N * sets + host.allowed_ids_BT.flatten()[asked_N] + 1",
      "first_N * sets", "test_grammars.py::test_layouts_and_micro_batches_keep_loss_and_gradient"),
     ("grammar_of_versions", "../data/grammars.py", "key=lambda span: span.grammar)", "key=id)",

@@ -34,7 +34,7 @@ BLOCKED = -1e30
 
 BITS = "rl4llm.core.allowed:bits"  # loaded where it is needed
 Allowed = tuple[Tensor, Tensor]
-"""The row of `TrainBatch.allowed_CW` for each of N tokens, and that table."""
+"""The row of `TrainBatch.allowed_CW` for each of N tokens, -1 for free ones, and that table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +332,9 @@ def constrained(scores: Tensor, allowed: Allowed | None, rows: slice, columns: s
     """Return the scores of some tokens (rows) and a part of the vocabulary (columns) without those that are not allowed."""
     if allowed is None:
         return scores
-    ids_N, words_CW = allowed
-    return scores.masked_fill(~load(BITS)(words_CW[ids_N[rows]], columns), BLOCKED)
+    ids_R, words_CW = allowed[0][rows], allowed[1]
+    blocked_RV = ~load(BITS)(words_CW[ids_R], columns)  # padding of the output layer too
+    return scores.masked_fill(blocked_RV & (ids_R >= 0)[:, None], BLOCKED)
 
 
 def _inside(targets_NK: Tensor, tile: _Tile) -> tuple[Tensor, Tensor]:

@@ -319,7 +319,7 @@ class TrainBatch:
     all others. `axes_BTA` has the positions of a model that counts along several axes.
 
     Where grammars constrained tokens, `allowed_ids_BT` is the row of `allowed_CW` whose bits are the tokens that could be
-    sampled there. It is -1, the last row, at all others: that row allows every token.
+    sampled there. It is -1 at all others, which may be any token.
     """
 
     TOKEN_BYTES: ClassVar[int] = 80  # six columns of 8 bytes, six of 4, one of 1, and the algorithm's

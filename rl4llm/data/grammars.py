@@ -81,13 +81,12 @@ class AllowedTokens:
         return cls(np.array(ids, np.int64), table)
 
     def within(self, source: NDArray[np.int64]) -> tuple[NDArray[np.int64], Tensor] | None:
-        """Return both for some of the tokens, with a last row that allows all; None if no grammar constrained them."""
+        """Return both for some of the tokens; None if no grammar constrained them."""
         chosen, ids = np.unique(self.ids[source], return_inverse=True)
         free = int(chosen[0] < 0)
         if len(chosen) == free:
             return None
-        rows = self.masks_CW[chosen[free:]]
-        return ids - free, torch.from_numpy(np.concatenate([rows, np.full_like(rows[:1], -1)]))
+        return ids - free, torch.from_numpy(self.masks_CW[chosen[free:]])
 
 
 def _numbers(spans: Sequence[TokenSpan], tokenizer: Any, numbers: dict[bytes, int]) -> list[int]:

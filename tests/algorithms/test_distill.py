@@ -3,7 +3,6 @@
 import copy
 from dataclasses import replace
 
-import numpy
 import pytest
 import torch
 from invariance import groups
@@ -124,8 +123,11 @@ def plain(algorithm, student, teacher, found, tokenizer=None):
         with torch.no_grad():
             teacher_TV = teacher(ids).logits[0, :-1][sampled[1:]] / 0.8
         if tokenizer:
-            words = [masks(tokenizer, one.grammar, one.token_ids) for one in trajectory.policy_spans]
-            blocked_TV = ~bits(torch.from_numpy(numpy.concatenate(words)), slice(0, policy_TV.shape[1]))
+            blocked_TV = torch.zeros_like(policy_TV, dtype=torch.bool)
+            (one,) = trajectory.policy_spans
+            if one.grammar:
+                words_TW = torch.from_numpy(masks(tokenizer, one.grammar, one.token_ids))
+                blocked_TV = ~bits(words_TW, slice(0, policy_TV.shape[1]))
             policy_TV, teacher_TV = (x.masked_fill(blocked_TV, -1e30) for x in (policy_TV, teacher_TV))
         policy_TV, teacher_TV = policy_TV.log_softmax(-1), teacher_TV.log_softmax(-1)
         if algorithm.top_k:
@@ -163,8 +165,10 @@ def test_tiles_give_the_gradient_of_whole_logits(kind, top_k, model, monkeypatch
 @pytest.mark.parametrize("top_k", [0, 4, 40])
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributions_are_of_what_a_grammar_allows(kind, top_k, model, tokenizer):
+    model = copy.deepcopy(model)
+    model.resize_token_embeddings(model.config.vocab_size + 96, mean_resizing=False)
     end = tokenizer.eos_token_id
-    grammars = [f"start: /[ab]{{0,3}}/ <[{end}]>", f"start: /[abc0-9]+/ <[{end}]>"]
+    grammars = [f"start: /[ab]{{0,3}}/ <[{end}]>", f"start: /[abc0-9]+/ <[{end}]>", ""]
     turn, prompt = (*tokenizer.encode("ab"), end), TokenSpan.context(tokenizer.encode("How many coins?"))
     spans = [TokenSpan(turn, "policy", (0.0,) * len(turn), 0, (), grammar) for grammar in grammars]
     members = tuple(Trajectory("p", (prompt, span), (), {}, 1.0, "stop") for span in spans)

@@ -1,5 +1,6 @@
 """Sampling under a grammar: engine and trainer compute the distribution over the accepted strings, and nothing else."""
 
+import copy
 import itertools
 import json
 import math
@@ -240,7 +241,10 @@ def gradients(model, batches):
     return loss, {name: item.grad.clone() for name, item in model.named_parameters()}
 
 
-def test_layouts_and_micro_batches_keep_loss_and_gradient(model, tokenizer, prompt, letters, end):
+@pytest.mark.parametrize("padding", [0, 96])
+def test_layouts_and_micro_batches_keep_loss_and_gradient(padding, model, tokenizer, prompt, letters, end):
+    model = copy.deepcopy(model)
+    model.resize_token_embeddings(model.config.vocab_size + padding, mean_resizing=False)
     trajectories = mixed(prompt, tokenizer, letters, end)
     loss, expected = gradients(model, packed(tokenizer, trajectories, "sorted", 1))
     free = [
@@ -266,7 +270,7 @@ def test_a_batch_without_grammars_has_no_masks(tokenizer, prompt):
 
 
 def test_logits_are_masked_as_hidden_states_are():
-    logits_NV, words_CW = torch.randn(2, 40), torch.tensor([[0b1010, 0], [-1, -1]], dtype=torch.int32)
+    logits_NV, words_CW = torch.randn(2, 40), torch.tensor([[0b1010]], dtype=torch.int32)
     logprobs_N, entropy_N = logprobs_of_logits(
         logits_NV, torch.tensor([3, 39]), entropy=True, allowed=(torch.tensor([0, -1]), words_CW)
     )
