@@ -309,17 +309,14 @@ def token_mismatch(batch: TrainBatch, logprobs_BT: Tensor, newest_BT: Tensor | N
 
 def sampled_by(version: int, records: Sequence[tuple[TokenSpan, ...]], batch: TrainBatch) -> Tensor:
     """Return which policy tokens (B, T) of a batch a version of the weights sampled; `records` are those of its update."""
-    found_BT, mask_BT = torch.zeros_like(batch.mask_BT), batch.mask_BT
+    sampled_BT, mask_BT = torch.zeros_like(batch.mask_BT), batch.mask_BT
     if batch.record_ids_BT is None:
-        return found_BT
-    record_ids, places = batch.record_ids_BT[mask_BT], batch.position_ids_BT[mask_BT]
-    order = (record_ids * (int(batch.position_ids_BT.max()) + 1) + places).argsort()
-    written = (span for i in record_ids.unique().tolist() for span in records[i] if span.author == "policy")
-    matches = [span.version == version for span in written for _ in span.token_ids]
-    matching = torch.zeros(len(order), dtype=torch.bool, device=mask_BT.device)
-    matching[order] = torch.tensor(matches, dtype=torch.bool, device=mask_BT.device)
-    found_BT[mask_BT] = matching
-    return found_BT
+        return sampled_BT
+    record_ids, places = batch.record_ids_BT[mask_BT].tolist(), batch.position_ids_BT[mask_BT].tolist()
+    versions = {i: [span.version for span in records[i] for _ in span.token_ids] for i in {*record_ids}}
+    matches = [versions[i][place] == version for i, place in zip(record_ids, places, strict=True)]
+    sampled_BT[mask_BT] = torch.tensor(matches, dtype=torch.bool, device=mask_BT.device)
+    return sampled_BT
 
 
 def summarize_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -304,30 +304,37 @@ def _notes_of(
     logprobs_BT: Tensor,
     clipped_BT: Tensor | None,
 ) -> Iterator[tuple[TokenSpan, SpanNote]]:
+    """Yield the spans whose tokens all train, each with its note."""
     mask_BT = _array(batch.mask_BT)
-    record_ids = _array(record_ids_BT)[mask_BT]
-    order = np.lexsort((_array(batch.position_ids_BT)[mask_BT], record_ids))
+    record_ids, positions = (
+        _array(ids_BT)[mask_BT].tolist() for ids_BT in (record_ids_BT, batch.position_ids_BT)
+    )
+    places = {key: place for place, key in enumerate(zip(record_ids, positions, strict=True))}
 
     def numbers(values_BT: Tensor) -> NDArray[Any]:
-        return _array(values_BT.expand_as(batch.mask_BT))[mask_BT][order]
+        return _array(values_BT.expand_as(batch.mask_BT))[mask_BT]
 
     logprobs, advantages = (
         np.round(numbers(values_BT).astype(np.float64), DIGITS)
         for values_BT in (logprobs_BT, batch.advantages_BT)
     )
     weights = numbers(batch.weights_BT)
-    clipped = numbers(clipped_BT) > 0 if clipped_BT is not None else np.zeros(len(order), bool)
-    end = 0
-    for span in (span for i in np.unique(record_ids) for span in records[i] if span.author == "policy"):
-        start, end = end, end + len(span.token_ids)
-        places = slice(start, end)
-        note = SpanNote(
-            logprobs[places].tolist(),
-            advantages[places].tolist(),
-            float(weights[start]) if end > start else 0.0,
-            np.flatnonzero(clipped[places]).tolist(),
-        )
-        yield span, note
+    clipped = numbers(clipped_BT) > 0 if clipped_BT is not None else np.zeros(len(places), bool)
+    for i in sorted({*record_ids}):
+        keys = zip(repeat(i), count())
+        for span in records[i]:
+            chosen = [places.get(key) for key in islice(keys, len(span.token_ids))]
+            if span.author != "policy" or not chosen or None in chosen:
+                continue
+            yield (
+                span,
+                SpanNote(
+                    logprobs[chosen].tolist(),
+                    advantages[chosen].tolist(),
+                    float(weights[chosen[0]]),
+                    np.flatnonzero(clipped[chosen]).tolist(),
+                ),
+            )
 
 
 def _array(values: Tensor) -> NDArray[Any]:

@@ -9,6 +9,7 @@ from packed import pack
 from rl4llm.core.base_env import SampleState
 from rl4llm.core.types import ChatMessage, Completion, Group, TokenSpan, Trajectory
 from rl4llm.data.pack import totals_of
+from rl4llm.sync.verify import sampled_by
 from rl4llm.tracking.episodes import EpisodeLog, TrainedTokens
 from rl4llm.tracking.tracker import read_jsonl
 
@@ -109,6 +110,28 @@ def test_trained_tokens_have_the_trainers_log_probs(tmp_path):
     span = with_numbers["spans"][1]
     assert (span["trainer_logprobs"], span["advantages"]) == ([-0.1, -0.25], [0.5, 0.5])
     assert (span["weight"], span["clipped"]) == (0.5, [1])
+
+
+def test_numbers_stay_with_their_spans_where_others_are_masked():
+    """A teacher on a server may have scored only a part of a record."""
+    spans = tuple(
+        span
+        for version in (1, 2, 1)
+        for span in (
+            TokenSpan.context([1, 2]),
+            *TokenSpan.policy(Completion("42", (5, 6), (-0.1, -0.2), "stop", version=version)),
+        )
+    )
+    batch = packed([replace(trajectory(), spans=spans)], "packed")
+    logprobs_BT = -torch.arange(12.0)[None]
+    assert sampled_by(1, [spans], batch)[0].nonzero().flatten().tolist() == [2, 3, 10, 11]
+    batch.mask_BT = batch.mask_BT & (torch.arange(12) != 3)
+    trained = TrainedTokens()
+    trained.add([spans], batch, logprobs_BT)
+    notes = trained.by_span()
+    assert [notes[id(span)].logprobs for span in spans if id(span) in notes] == [[-6, -7], [-10, -11]]
+    assert sampled_by(1, [spans], batch)[0].nonzero().flatten().tolist() == [2, 10, 11]
+    assert sampled_by(2, [spans], batch)[0].nonzero().flatten().tolist() == [6, 7]
 
 
 def test_records_of_a_rewritten_history_are_stored_in_the_row(tmp_path):
