@@ -106,6 +106,8 @@ def _conflicts(config: Config, given: Given, needs: Needs) -> dict[str, Any]:
         "rollout.temperature must be 1 with algorithm.teacher_url, since servers score tokens at temperature 1.": (
             needs.served and rollout.temperature != 1
         ),
+        f"model.vision={vision} is not accepted with algorithm.teacher_url, since servers score text alone. Set "
+        "algorithm.teacher_path.": needs.reference_url and not needs.references and vision != "none",
         f"algorithm.teachers names {sorted(needs.references)}, but parts are {sorted(config.parts)}. Name parts, and set "
         "algorithm.teacher_path for those without a teacher.": needs.references
         and (

@@ -104,7 +104,8 @@ def build_reference(setup: Setup, policy: BaseBackend, start: Any) -> TokenScore
 def _teacher(setup: Setup, policy: BaseBackend, place: str) -> TokenScorer:
     """Make a reference that is another model than the policy's start, from a path or behind an address."""
     if is_address(place):
-        teacher: TokenScorer = from_extension("teacher", "algorithm.teacher_url")(place, setup.tokenizer)
+        top = 0 if (divergence := setup.needs.divergence) is None else divergence.top
+        teacher: TokenScorer = from_extension("teacher", "algorithm.teacher_url")(place, setup.tokenizer, top)
         return teacher
     _check_same_tokens(setup.tokenizer, place, setup.config.model.pad_token)
     model = _model_to_place(setup, None, place)

@@ -55,7 +55,12 @@ class Head(Protocol):
 
 
 class TokenScorer(Protocol):
-    """A model that gives each token one number; a reference needs nothing else."""
+    """A model that gives each token one number; a reference needs nothing else.
+
+    `problem` is why the last token that got NaN, not a number, has none.
+    """
+
+    problem: str = ""
 
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
         """Return what `BaseBackend.forward` returns."""

@@ -323,8 +323,8 @@ def _notes_of(
     for i in sorted({*record_ids}):
         keys = zip(repeat(i), count())
         for span in records[i]:
-            chosen = [places.get(key) for key in islice(keys, len(span.token_ids))]
-            if span.author != "policy" or not chosen or None in chosen:
+            chosen = [places.get(key, -1) for key in islice(keys, len(span.token_ids))]
+            if span.author != "policy" or min(chosen, default=-1) < 0:
                 continue
             yield (
                 span,

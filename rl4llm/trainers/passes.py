@@ -43,7 +43,7 @@ def number_environments(
         batch.later = {**batch.later, "environment_ids_BT": ids_BT}
 
 
-def without_unscored(batches: Sequence[TrainBatch], ranks: Ranks) -> dict[str, float]:
+def without_unscored(batches: Sequence[TrainBatch], reference: TokenScorer, ranks: Ranks) -> dict[str, float]:
     """Take tokens out of the loss that a reference on a server did not score; return their share on all ranks.
 
     Raises EngineError if there is no other token.
@@ -58,7 +58,8 @@ def without_unscored(batches: Sequence[TrainBatch], ranks: Ranks) -> dict[str, f
             batch.later = {name: tensor.nan_to_num() for name, tensor in batch.later.items()}
     unscored, tokens = (float(count) for count in ranks.total(counts))
     if unscored and unscored == tokens:
-        raise EngineError("The teacher scored no token of the step. Check the context length of its server.")
+        problem = reference.problem or "Grammars constrained all of them; see algorithm.teacher_path."
+        raise EngineError(f"The teacher scored no token of the step. {problem}")
     return {"reference/unscored": unscored / max(tokens, 1)}
 
 

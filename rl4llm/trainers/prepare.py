@@ -78,9 +78,8 @@ class Preparation:
                 batch.values_BT = self._numbers(self.critic, batch)
             if divergence is not None:
                 batch.divergence = divergence
-        metrics |= (
-            load("rl4llm.trainers.passes:without_unscored")(batches, self.ranks) if needs.served else {}
-        )
+        unscored = load("rl4llm.trainers.passes:without_unscored") if needs.served else None
+        metrics |= unscored(batches, self.reference, self.ranks) if unscored else {}
         self.algorithm.assign(batches, self.ranks.total)
         return Prepared(self._updates(packed, step), credits, metrics)
 

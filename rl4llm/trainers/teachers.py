@@ -20,6 +20,10 @@ class Teachers:
     def __init__(self, references: Mapping[str, TokenScorer]):
         self.references = references
 
+    @property
+    def problem(self) -> str:
+        return next(filter(None, (each.problem for each in self.references.values())), "")
+
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
         """Return what `BaseBackend.forward` returns."""
         numbers = [each.forward(part, temperature=temperature) for each, part in self._parts(batch)]

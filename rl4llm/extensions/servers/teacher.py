@@ -24,21 +24,26 @@ TEXT = "The 3 naïve Größen: x_1 += 0.25;\n\t漢字 → 🙂"
 Scores = list[tuple[float, list[tuple[int, float]]]]
 """For each token of a sequence its log-prob, and ids with log-probs of the most probable ones."""
 
-NAN = float("nan")
+NAN, A_MINUTE = float("nan"), Retry(12)
 
 
 class ServedTeacher:
     """A reference at the address of vLLM, SGLang or the embedded engine, which must serve it with the student's tokenizer.
 
-    Requests are retried. Tokens of a sequence that the server did not score, such as one that is too long for it, get NaN;
-    raises UnreachableError if it answered nothing. RL4LLM_TEACHER_KEY is sent as a bearer token.
+    Requests are retried for a minute. Tokens of a sequence that the server did not score, such as one that is too long for
+    it, get NaN, like those that a grammar constrained: the server's numbers are of all tokens. A server that does not
+    score with `top` is refused at once. RL4LLM_TEACHER_KEY is sent as a bearer token.
     """
 
-    def __init__(self, url: str, tokenizer: Any, *, retry: Retry | None = None, deadline_s: float = 600.0):
+    problem = ""
+
+    def __init__(
+        self, url: str, tokenizer: Any, top: int = 0, *, retry: Retry = A_MINUTE, deadline_s: float = 600.0
+    ):
         key = os.environ.get("RL4LLM_TEACHER_KEY")
         self._http = Transport(url, deadline_s=deadline_s, connections=64, api_key=key)
-        self._retry = retry or Retry()
-        self._model, self._is_vllm = run(self._open(tokenizer))
+        self._retry, self._answers = retry, True
+        run(self._open(tokenizer, top))
 
     def forward(self, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
         """Return what `BaseBackend.forward` returns."""
@@ -53,43 +58,44 @@ class ServedTeacher:
         zeros_BT = torch.zeros(batch.mask_BT.shape)
         if not len(asked_N):
             return list(ReferenceHead(top).nothing(zeros_BT, False))
-        if batch.images:
-            raise ConfigError("A teacher on a server sees no images. Use algorithm.teacher_path.")
         sequences, owners_N = _sequences(batch, asked_N)
         scores = run(self._all(sequences, top))
         places = zip(owners_N.tolist(), batch.position_ids_BT.flatten()[asked_N].tolist(), strict=True)
         logprobs, tops = zip(*(scores[owner][place] for owner, place in places), strict=True)
         numbers = [torch.tensor(logprobs)]
+        if batch.allowed_ids_BT is not None:
+            numbers[0][batch.allowed_ids_BT.flatten()[asked_N] >= 0] = NAN
         if top:
             ids_NK, logprobs_NK = torch.tensor(tops, dtype=torch.float64).unbind(-1)
             numbers += [ids_NK.long(), logprobs_NK.float()]
         return [spread(column, asked_N, batch) for column in numbers]
 
-    async def _open(self, tokenizer: Any) -> tuple[str, bool]:
-        """Return the model's name, and whether the server is vLLM; raise ConfigError for another tokenizer."""
+    async def _open(self, tokenizer: Any, top: int) -> None:
+        """Learn the model's name, and whether the server is vLLM; raise ConfigError for another tokenizer."""
         models = (await self._retry.run(lambda _: self._http.get("/v1/models")))["data"]
-        name = str(models[0]["id"])
-        body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
+        self._model, self._is_vllm = str(models[0]["id"]), models[0].get("owned_by") == "vllm"
+        body = {"model": self._model, "prompt": TEXT, "add_special_tokens": False}
         ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
         answer = await self._retry.run(lambda _: self._http.post("/tokenize", body))
-        await self._http.close()
         if list(answer["tokens"]) != list(ids):
             place = self._http.base_url
             raise ConfigError(f"The tokenizer of {place} is not that of model.path. Serve another teacher.")
-        return name, models[0].get("owned_by") == "vllm"
+        await self._retry.run(lambda _: self._scored(ids[:2], top))
+        await self._http.close()
 
     async def _all(self, sequences: Sequence[list[int]], top: int) -> list[Scores]:
+        retry = self._retry if self._answers else Retry(1)  # a minute a step, not for each of its batches
+
         async def scored(token_ids: list[int]) -> Scores | EngineError:
             try:
-                return await self._retry.run(lambda _: self._scored(token_ids, top))
+                return await retry.run(lambda _: self._scored(token_ids, top))
             except EngineError as error:
                 return error
 
         answers = await asyncio.gather(*map(scored, sequences))
         await self._http.close()
-        errors = [answer for answer in answers if isinstance(answer, EngineError)]
-        if len(errors) == len(answers) and isinstance(errors[0], UnreachableError):
-            raise errors[0]
+        self.problem = next((str(each) for each in answers if isinstance(each, EngineError)), self.problem)
+        self._answers = not all(isinstance(each, UnreachableError) for each in answers)
         return [
             [(NAN, [(0, NAN)] * top)] * len(ids) if isinstance(answer, EngineError) else answer
             for ids, answer in zip(sequences, answers, strict=True)
@@ -124,11 +130,18 @@ def _sequences(batch: TrainBatch, asked_N: Tensor) -> tuple[list[list[int]], Ten
     numbers, owners_N = owners_M[asked_N].unique(return_inverse=True)
     ends = torch.searchsorted(owners_M, numbers, right=True) - 1
     tokens, begins, computed = batch.token_ids_BT.flatten().tolist(), begins_M.tolist(), computed_M.tolist()
+    shown = (
+        set()
+        if (ids_BT := batch.feature_ids_BT) is None
+        else {*(ids_BT.flatten() >= 0).nonzero().flatten().tolist()}
+    )
     sequences = []
     for end in ends.tolist():
         places = [computed[end]]  # the last token, then back through what others share with this trajectory
         while not begins[places[-1]]:
             places.append(computed[places[-1] - 1])
+        if not shown.isdisjoint(places):
+            raise ConfigError("A teacher on a server sees no images. Use algorithm.teacher_path.")
         sequences.append([tokens[place] for place in reversed(places)])
     return sequences, owners_N
 

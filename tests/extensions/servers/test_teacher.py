@@ -1,5 +1,7 @@
 """A teacher behind a server: a real process of the embedded engine, and stubs that answer as SGLang and vLLM do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from aiohttp import web
@@ -8,16 +10,19 @@ from ended_runs import metrics
 from fault_server import serving
 from vowels import Vowels, prompts
 
+from rl4llm.algorithms import Distill
 from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.backends.tiny import build_model, build_tokenizer, save_model
 from rl4llm.backends.torch_backend import TorchBackend
-from rl4llm.core.errors import ConfigError, UnreachableError
-from rl4llm.core.types import TokenSpan, Trajectory
+from rl4llm.core.errors import ConfigError, EngineError, RefusedError
+from rl4llm.core.images import Image
+from rl4llm.core.types import Group, TokenSpan, Trajectory
 from rl4llm.data.pack import Batching
 from rl4llm.extensions.servers.teacher import ServedTeacher
 from rl4llm.runtime.ports import free_port
 from rl4llm.runtime.transport import Retry
+from rl4llm.trainers.prepare import Preparation
 
 ONCE = Retry(1)
 
@@ -161,14 +166,83 @@ def test_a_sequence_that_is_not_scored_has_no_number(teacher, model_dir):
         assert missing.any() == (positions >= 18) and not missing[~batch.mask_BT[row]].any()
 
 
-def test_a_server_that_never_answers_stops_the_step(teacher, model_dir):
+def prepared(served, model_dir, budget=4096):
+    """Prepare a step on a free answer and one that a grammar constrained, in a trajectory and alone."""
+    tokenizer = load_tokenizer(model_dir)
+    forced = f"start: /[ab]{{0,3}}/ <[{tokenizer.eos_token_id}]>"
+    said = (*tokenizer.encode("ab"), tokenizer.eos_token_id)
+    prompt, free, bound = (
+        TokenSpan.context([5, 9, 40, 33]),
+        *(TokenSpan(said, "policy", (-1.0,) * len(said), 0, (), grammar) for grammar in ("", forced)),
+    )
+    spans = ((prompt, bound, prompt, free), (prompt, free), (prompt, bound))
+    group = Group("p", tuple(Trajectory("p", each, (), {}, 1.0, "stop") for each in spans))
+    preparation = Preparation(
+        algorithm=Distill(teacher_url="http://t"), policy=TorchBackend(load_model(model_dir), lr=0.0),
+        reference=served, batching=Batching("sorted", max_tokens_per_batch=budget, tokenizer=tokenizer),
+    )  # fmt: skip
+    return preparation.prepare([group], step=0)
+
+
+@pytest.mark.parametrize("budget", [1, 4096])
+def test_a_sequence_that_cannot_be_scored_does_not_stop_a_step(budget, teacher, model_dir):
+    """In whichever micro-batch it is. A step without any score stops, with the server's own words."""
+    longest = 10
+
     def fail(ids):
-        return web.json_response({"error": "busy"}, status=503)
+        return web.json_response({"error": "CUDA!"}, status=500) if len(ids) > longest else None
 
     with serving(Stub("sglang", teacher, fail)) as stub:
         served = ServedTeacher(stub.url, load_tokenizer(model_dir), retry=ONCE)
-        with pytest.raises(UnreachableError):
-            served.forward(packed()[0])
+        assert 0.5 < prepared(served, model_dir, budget).metrics["reference/unscored"] < 1
+        longest = 2
+        with pytest.raises(EngineError) as raised:
+            prepared(served, model_dir, budget)
+    assert "CUDA!" in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_a_served_teacher_scores_no_token_of_a_grammar(kind, teacher, model_dir):
+    with serving(Stub(kind, teacher)) as stub:
+        step = prepared(ServedTeacher(stub.url, load_tokenizer(model_dir)), model_dir)
+    assert step.metrics["reference/unscored"] == pytest.approx(0.5)
+    for batch in step.updates[0].batches:
+        assert torch.equal(batch.weights_BT != 0, batch.mask_BT)
+        assert (batch.allowed_ids_BT[batch.mask_BT] == -1).all() and batch.ref_logprobs_BT.isfinite().all()
+
+
+def test_a_server_that_is_down_delays_one_batch(teacher, model_dir):
+    def fail(ids):
+        seen.append(ids)
+        return web.json_response({"error": "busy"}, status=503) if len(ids) > 2 else None
+
+    seen = []
+    with serving(Stub("sglang", teacher, fail)) as stub:
+        served = ServedTeacher(stub.url, load_tokenizer(model_dir), retry=Retry(3, first_wait_s=0.01))
+        (batch,) = packed("sorted", 4096)
+        for requests in (1 + 6 * 3, 6):
+            assert served.forward(batch)[batch.mask_BT].isnan().all()
+            assert len(seen) == requests
+            seen.clear()
+
+
+def test_a_server_that_refuses_to_score_is_refused_at_once(teacher, model_dir):
+    def refuse(ids):
+        return web.json_response({"error": "at most 20 logprobs"}, status=400)
+
+    with serving(Stub("vllm", teacher, refuse)) as stub, pytest.raises(RefusedError):
+        ServedTeacher(stub.url, load_tokenizer(model_dir), 64)
+
+
+def test_images_of_other_sequences_do_not_concern_a_server(url, model_dir):
+    served, (batch,) = ServedTeacher(url, load_tokenizer(model_dir)), packed("sorted", 4096)
+    feature_ids_BT = torch.full_like(batch.token_ids_BT, -1)
+    feature_ids_BT[0, 1] = 0
+    batch = replace(batch, feature_ids_BT=feature_ids_BT, images=(Image("0" * 8, 2, 2),))
+    with pytest.raises(ConfigError):
+        served.forward(batch)
+    batch.mask_BT[0] = False
+    assert served.forward(batch)[batch.mask_BT].isfinite().all()
 
 
 def test_a_failed_request_is_repeated(teacher, model_dir):
