@@ -168,6 +168,8 @@ class _Delta(nn.Module):
 class FrozenModel:
     """The model under a backend's adapter. It is what the policy began as, so it serves as the reference without a copy."""
 
+    problem = ""
+
     def __init__(self, backend: BaseBackend, adapter: BaseAdapter):
         self._backend = backend
         self._adapter = adapter
