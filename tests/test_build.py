@@ -591,6 +591,23 @@ def test_4_bits_train_under_an_adapter_of_torch_alone(keys):
         check_choices(config, Given(), build_algorithm(config).needs())
 
 
+def test_a_served_teacher_of_images_is_refused():
+    keys = {
+        "model.path": "m",
+        "model.vision": "frozen",
+        "inference.name": "local",
+        "algorithm.name": "distill",
+        "algorithm.teacher_path": "t",
+    }
+    served = {"algorithm.teacher_path": None, "algorithm.teacher_url": "http://t"}
+    for further in ({}, served | {"model.vision": "none"}):
+        config = load_config(overrides=keys | further)
+        check_choices(config, Given(), build_algorithm(config).needs())
+    config = load_config(overrides=keys | served)
+    with pytest.raises(ConfigError):
+        check_choices(config, Given(), build_algorithm(config).needs())
+
+
 def test_a_critic_does_not_start_from_files_in_4_bits(model, tokenizer, tmp_path):
     pytest.importorskip(
         "bitsandbytes", reason="bitsandbytes is not installed: pip install 'rl4llm[bitsandbytes]'"

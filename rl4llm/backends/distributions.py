@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rl4llm.backends.heads import (
+    BLOCKED,
     GPU_TILE_BYTES,
     TILE_BYTES,
     Allowed,
@@ -65,7 +66,7 @@ class ReferenceHead:
 class DivergenceHead:
     """Returns log-probs, entropies or None, and the divergence between reference and policy, each (B, T).
 
-    `reference` is the output layer of the reference, which the whole vocabulary needs.
+    `reference` is the output layer of the reference, which the whole vocabulary needs; None if it computes its own logits.
     """
 
     divergence: Divergence
@@ -84,9 +85,8 @@ class DivergenceHead:
         allowed = allowed_tokens(batch, asked_N, once_U, entry_N)
         top = self.divergence.top
         if top:
-            ids_UK, reference_UK = (
-                batch.later[name].flatten(0, 1)[chosen_U]
-                for name in ("ref_top_ids_BTK", "ref_top_logprobs_BTK")
+            ids_UK, reference_UK, beyond_UK = _top(
+                batch, chosen_U, states_UD.shape[1] if output is None else len(output.weight_VD)
             )
         else:
             others_UD = batch.later["ref_states_BTD"].flatten(0, 1)[chosen_U]
@@ -95,7 +95,9 @@ class DivergenceHead:
                 states_UD, output, torch.cat([targets_U1, ids_UK], 1),
                 temperature=temperature, entropy=entropy, dtype=dtype, allowed=allowed,
             )  # fmt: skip
-            divergence_U = self.divergence.formula(logprobs_UK[:, 1:], reference_UK)
+            divergence_U = self.divergence.formula(
+                logprobs_UK[:, 1:].masked_fill(beyond_UK, BLOCKED), reference_UK
+            )
             numbers: tuple[Tensor, ...] = logprobs_UK[:, 0], entropy_U, divergence_U
         else:
 
@@ -104,7 +106,8 @@ class DivergenceHead:
                 sampled_R = logprobs_RV.gather(1, targets_U1[rows]).squeeze(1)
                 entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(1) if entropy else sampled_R.detach()
                 if top:
-                    pair = logprobs_RV.gather(1, ids_UK[rows]), reference_UK[rows]
+                    policy_RK = logprobs_RV.gather(1, ids_UK[rows]).masked_fill(beyond_UK[rows], BLOCKED)
+                    pair = policy_RK, reference_UK[rows]
                 else:
                     scores_RV = _scores(others_UD[rows], self.reference, temperature, dtype)
                     scores_RV = _among(scores_RV, allowed, rows)
@@ -131,6 +134,17 @@ def row_tiles(states_ND: Tensor, output: OutputLayer | None) -> list[slice]:
 
 def _among(scores_RV: Tensor, allowed: Allowed | None, rows: slice) -> Tensor:
     return constrained(scores_RV, allowed, rows, slice(0, scores_RV.shape[1]))
+
+
+def _top(batch: TrainBatch, places_U: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids and log-probs of the reference's most probable tokens, and which the policy, with `size` tokens, lacks.
+
+    Such padding of a wider reference counts among all others.
+    """
+    names = ("ref_top_ids_BTK", "ref_top_logprobs_BTK")
+    ids_UK, logprobs_UK = (batch.later[name].flatten(0, 1)[places_U] for name in names)
+    beyond_UK = ids_UK >= size
+    return ids_UK.clamp(max=size - 1), logprobs_UK.masked_fill(beyond_UK, BLOCKED), beyond_UK
 
 
 def _scores(

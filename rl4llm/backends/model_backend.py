@@ -84,7 +84,9 @@ class ModelBackend(BaseBackend):
         numbers = self._pass(batch, temperature, False, head)
         return dict(zip(REFERRED[top > 0], numbers, strict=True))
 
-    def output(self) -> OutputLayer:
+    def output(self) -> OutputLayer | None:
+        if not self.runner.splits:
+            return None
         layer = self.runner.output_layer()
         named = {"weight": layer.weight_VD} | ({} if layer.bias_V is None else {"bias": layer.bias_V})
         # what ranks put together is theirs to take apart again

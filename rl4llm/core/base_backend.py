@@ -72,7 +72,10 @@ class TokenScorer(Protocol):
 
     @abstractmethod
     def output(self) -> Any:
-        """Return the whole output layer without gradient, for `ref_states_BTD`; all ranks call it."""
+        """Return the whole output layer without gradient, for `ref_states_BTD`; None if these are logits.
+
+        All ranks call it.
+        """
 
 
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16}

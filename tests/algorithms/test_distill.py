@@ -8,11 +8,13 @@ import torch
 from invariance import groups
 from packed import tries
 from test_invariance import of_the_model
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from rl4llm.algorithms import Distill
 from rl4llm.algorithms.distill import compared
 from rl4llm.algorithms.divergence import divergence, with_tail
 from rl4llm.backends import distributions
+from rl4llm.backends.runner import ModelRunner
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.core.allowed import bits
 from rl4llm.core.errors import ConfigError, EngineError
@@ -96,9 +98,11 @@ def models(model):
     return student, teacher
 
 
-def gradient(algorithm, student, teacher, found, layout="sorted", budget=4096, tokenizer=None):
+def gradient(
+    algorithm, student, teacher, found, layout="sorted", budget=4096, tokenizer=None, kind=TorchBackend
+):
     """Return loss and gradient of a step on these groups, through the passes that a trainer makes."""
-    policy, reference = TorchBackend(student, lr=0.0), TorchBackend(teacher, trains=False)
+    policy, reference = TorchBackend(student, lr=0.0), kind(teacher, trains=False)
     student.zero_grad()
     batching = Batching(layout, algorithm.aggregation, 0, budget, 2048, tokenizer=tokenizer)
     preparation = Preparation(
@@ -112,8 +116,11 @@ def gradient(algorithm, student, teacher, found, layout="sorted", budget=4096, t
     return loss, {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
 
 
-def plain(algorithm, student, teacher, found, tokenizer=None):
-    """Return the same from whole logits, one trajectory at a time; with a tokenizer, of what grammars allow."""
+def plain(algorithm, student, teacher, found, tokenizer=None, places=slice(None)):
+    """Return the same from whole logits, one trajectory at a time; with a tokenizer, of what grammars allow.
+
+    `places` are those of the top tokens that are compared.
+    """
     student.zero_grad()
     total, count = 0.0, sum(one.num_policy_tokens for group in found for one in group.trajectories)
     for trajectory in (one for group in found for one in group.trajectories):
@@ -132,7 +139,7 @@ def plain(algorithm, student, teacher, found, tokenizer=None):
         policy_TV, teacher_TV = policy_TV.log_softmax(-1), teacher_TV.log_softmax(-1)
         if algorithm.top_k:
             teacher_TV, top = teacher_TV.topk(algorithm.top_k, -1)
-            policy_TV = policy_TV.gather(1, top)
+            policy_TV, teacher_TV = policy_TV.gather(1, top)[:, places], teacher_TV[:, places]
         values = compared(algorithm.divergence, algorithm.alpha, algorithm.top_k, policy_TV, teacher_TV)
         total = total + values.sum() / count
     total.backward()
@@ -220,6 +227,40 @@ def test_a_pass_without_policy_tokens_fills_nothing_real(model):
     batch.mask_BT = torch.zeros_like(batch.mask_BT)
     for top in (0, 3):
         assert not any(tensor.any() for tensor in backend.refer(batch, top).values())
+
+
+class Padded(TorchBackend):
+    """A teacher whose second most probable token, by its number, is padding that the student lacks."""
+
+    def refer(self, batch, top, *, temperature=1.0):
+        numbers = super().refer(batch, top, temperature=temperature)
+        numbers["ref_top_ids_BTK"][..., 1] = 10**6
+        return numbers
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_the_student_lacks_is_one_of_the_rest(kind, splits, model, monkeypatch):
+    """A server has no smaller output layer to give."""
+    monkeypatch.setattr(ModelRunner, "_output_layer_is_all", lambda self: splits)
+    (student, teacher), found = models(model), of_the_model(groups())
+    algorithm = Distill(teacher_path="t", divergence=kind, top_k=4)
+    expected = plain(algorithm, student, teacher, found, places=[0, 2, 3])
+    assert_same(gradient(algorithm, student, teacher, found, kind=Padded), expected)
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_a_teacher_that_computes_its_own_logits_is_compared(top_k, model):
+    """As Granite does, which divides them."""
+    config = GraniteConfig(
+        vocab_size=model.config.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, logits_scaling=4.0,
+    )  # fmt: skip
+    (student, _), teacher, found = models(model), GraniteForCausalLM(config).eval(), of_the_model(groups())
+    assert not TorchBackend(teacher, trains=False).runner.splits
+    algorithm = Distill(teacher_path="t", divergence="forward", top_k=top_k)
+    expected = plain(algorithm, student, teacher, found)
+    assert_same(gradient(algorithm, student, teacher, found), expected)
 
 
 @pytest.mark.parametrize("more", [-8, 8])
