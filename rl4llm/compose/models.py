@@ -128,6 +128,13 @@ def build_model(config: Config, algorithm: BaseAlgorithm, name: str) -> BaseBack
     return critic
 
 
+def build_teacher(config: Config, algorithm: BaseAlgorithm, policy: BaseBackend) -> TokenScorer | None:
+    """Make the reference of one of them, without a trainer; None if the algorithm needs none."""
+    tokenizer = load_tokenizer(config.model.path)
+    machine = Machine.of(config, join_ranks(config.timeout_s))
+    return build_reference(Setup(config, Given(), machine, algorithm, tokenizer), policy, None)
+
+
 def _check_same_tokens(tokenizer: Any, path: str, pad_token: str | None) -> None:
     """Raise ConfigError unless both tokenizers map the same tokens to the same ids."""
     ids, reference_ids = tokenizer.get_vocab(), load_tokenizer(path, pad_token=pad_token).get_vocab()

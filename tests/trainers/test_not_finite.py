@@ -107,6 +107,21 @@ def test_replay_shows_where_a_failed_step_is_not_finite(model_dir, tmp_path, bad
     assert "the model's output of" not in shown
 
 
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_replay_compares_with_the_teacher_again(top_k, model_dir, tmp_path, monkeypatch, capsys):
+    code = BAD_ALGORITHM.replace("GRPO", "Distill").replace(
+        "loss_BT * torch.nan", "batch.ref_divergence_BT * torch.nan"
+    )
+    (tmp_path / "bad_distill.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    teacher = {"teacher_path": str(model_dir), "divergence": "forward", "top_k": top_k}
+    with pytest.raises(NotFiniteError):
+        run(model_dir, tmp_path / "run", algorithm={"name": "bad_distill:Bad", **teacher}).train()
+    assert main(["check", str(tmp_path / "run" / "failed" / "step-000002")]) == 0
+    shown = capsys.readouterr().out
+    assert "loss of" in shown and "output of" not in shown
+
+
 @pytest.mark.parametrize("backend", [
     pytest.param({"name": "torch", "shard": "ddp"}, marks=pytest.mark.sweep),
     {"name": "torch", "shard": "fsdp2", "cpu_offload": True},

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl4llm.commands.output import Facts
-from rl4llm.compose import build_algorithm, build_model
+from rl4llm.compose import build_algorithm, build_model, build_teacher
 from rl4llm.config import load_config
 from rl4llm.core.base_backend import TokenLosses, TokenMetrics
 from rl4llm.core.errors import DataError
@@ -56,8 +56,11 @@ def replay(directory: Path) -> Iterator[Facts]:
     needs = algorithm.needs()
     # Rows of a dataset were not sampled at any temperature.
     temperature = (config.rollout.temperature or 1.0) if needs.learns_from == "episodes" else 1.0
-    top = needs.divergence is not None and needs.divergence.top
-    head = load("rl4llm.backends.distributions:DivergenceHead")(needs.divergence) if top else None
+    head = None
+    if (divergence := needs.divergence) is not None:
+        # the whole vocabulary comes from its output layer
+        teacher = None if divergence.top else build_teacher(config, algorithm, model)
+        head = load("rl4llm.trainers.passes:head_of")(divergence, teacher)
     for number, batch in enumerate(update.batches):
         watched = partial(_watched, losses, f"micro-batch {number}", seen)
         model.forward_backward(batch, watched, temperature=temperature, entropy=needs.entropy, head=head)
