@@ -81,6 +81,7 @@ def add_sweep(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--sweep",
         nargs="+",
+        action="extend",
         metavar="KEY=V1,V2",
         help="a run for each combination of values, one after another, in directories of output.dir",
     )

@@ -52,13 +52,12 @@ def sweep(config: str, overrides: Sequence[str], options: Sequence[str], start: 
             words = [*start, config, *fixed, *_words(point), f"output.dir={run.path}"]
             running[:] = [supervise.start([sys.executable, "-m", "rl4llm", *words], {}, GRACE_S)]
             code = running[0].wait()
-            states[run.path] = {0: "done", STOPPED: "stopped"}.get(code, f"failed ({code})")
-    keys = list(runs[0][0])
+            ended = "stopped" if signals and not 0 <= code <= 128 else f"failed ({code})"  # while it started
+            states[run.path] = {0: "done", STOPPED: "stopped"}.get(code, ended)
     rows = [[*point.values(), states[run.path], *_outcome(run)] for point, run, _ in runs]
-    parent = quote(str(runs[0][1].path.parent))
     show(
-        table("", [*keys, "state", "step", "held-out", "reward"], rows),
-        f"`rl4llm view {parent}` compares them.",
+        table("", [*runs[0][0], "state", "step", "held-out", "reward"], rows),
+        f"`rl4llm view {quote(str(runs[0][1].path.parent))}` compares them.",
     )
     if signals:
         say("Stopped. The same command resumes the sweep.")
@@ -71,8 +70,11 @@ def planned(
 ) -> tuple[list[str], list[tuple[Point, RunDir, bool]]]:
     """Return the overrides of all runs, and each point with its run and whether that is done.
 
-    A key with one value is an override of all. Raise ConfigError if a key or value of any point is not accepted.
+    A key with one value is an override of all. Raise ConfigError for a key or value that is not accepted, or a key twice.
     """
+    keys = [word.partition("=")[0] for word in (*options, *overrides)]
+    if twice := next((key for key in keys[: len(options)] if keys.count(key) > 1), None):
+        raise ConfigError(f"{twice} is swept and set again. Give it once: --sweep {twice}=VALUE,VALUE,...")
     values = {key: _split(texts) for key, _, texts in (option.partition("=") for option in options)}
     fixed = [*overrides, *(f"{key}={texts[0]}" for key, texts in values.items() if len(texts) == 1)]
     swept = {key: dict.fromkeys(texts) for key, texts in values.items() if len(texts) > 1}

@@ -10,6 +10,7 @@ import time
 import pytest
 from small_run import SmallRun
 
+from rl4llm.cli import build_parser
 from rl4llm.commands.sweep import planned
 from rl4llm.core.errors import ConfigError
 
@@ -55,6 +56,22 @@ def test_a_point_that_cannot_run_is_refused_before_any_starts(options, small):
     assert not (small.directory / "sweep").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "override"),
+    [(["training.lr=1,2", "training.lr=3,4"], []), (["training.lr=1,2"], ["training.lr=3"])],
+    ids=["options", "override"],
+)
+def test_a_key_comes_once_in_a_sweep(options, override, small):
+    config, where = small.into("sweep")
+    with pytest.raises(ConfigError):
+        planned(config, [where, *override], options)
+
+
+def test_options_of_a_sweep_add_up():
+    words = ["train", "a.yaml", "--sweep", "training.lr=1,2", "seed=1", "--sweep", "max_steps=3,4"]
+    assert build_parser("train").parse_args(words).sweep == ["training.lr=1,2", "seed=1", "max_steps=3,4"]
+
+
 def test_a_sweep_is_not_hidden_inside_a_run(small):
     (small.directory / "sweep").mkdir()
     (small.directory / "sweep" / "run.json").write_text("{}")
@@ -95,3 +112,12 @@ def test_ctrl_c_stops_a_sweep_and_the_same_command_resumes(small):
     for name in ("sweep/training.lr=1e-3", "sweep/training.lr=1e-4"):
         rows = (small.directory / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, step + 2))
+
+
+def test_a_run_that_was_stopped_while_it_started_did_not_fail(small):
+    process = started(["train", *small.into("sweep"), "--sweep", "training.lr=1e-3,1e-4"])
+    assert any("Run 1 of 2" in line for line in process.stdout)
+    time.sleep(0.5)  # in the imports, long before a step
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 75 and "stopped" in output and "failed" not in output, output
