@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from decimal import ROUND_UP, Context
 
 from rl4llm.backends.torch_backend import TorchBackend
 from rl4llm.config import Config
@@ -23,6 +24,7 @@ from rl4llm.trainers.rl import RLTrainer
 MANY, FEW, MOST = 0.2, 0.05, 0.95
 """Shares of episodes or groups at which the report gives advice."""
 STILL = 0.02  # nats per token: a run that changes no more is not seen in the noise of rewards
+NOISE = 1e-6  # nats per token: an update that changes less is mostly the rounding of log-probs
 QUOTED = 3
 
 
@@ -137,7 +139,7 @@ def _examined(trainer: RLTrainer, config: Config, prompts: int) -> TaskReport:
         update=update,
         run=run,
         advice=[
-            *_of_rate(config, run),
+            *_of_rate(config, update, run),
             *_of_tools(metrics),
             *_of_length(trainer, config, members),
             *_advice(trainer, config, metrics, no_answer),
@@ -172,12 +174,14 @@ def _update(trainer: RLTrainer, config: Config, groups: Sequence[Group]) -> tupl
     return changed / max(tokens, 1.0), sum(map(rate, range(steps))) / rate(0) if rate(0) else 0.0
 
 
-def _of_rate(config: Config, run: float | None) -> Iterator[str]:
-    if run is not None and run < STILL:
-        enough = config.training.lr * STILL / max(run, 1e-9)
+def _of_rate(config: Config, update: float | None, run: float | None) -> Iterator[str]:
+    if not config.training.lr:
+        yield "training.lr=0 trains nothing. Set training.lr above 0."
+    elif update is not None and run is not None and run < STILL:
+        enough = Context(1, ROUND_UP).create_decimal(config.training.lr * STILL / max(run, NOISE))
         yield (
             f"All {config.max_steps} steps change log-probs by at most {run:.1e} nats a token, which no reward shows. Raise "
-            f"training.lr={config.training.lr:g} to {enough:.0e} or more."
+            f"training.lr={config.training.lr:g}{f' to {float(enough):g} or more' if update >= NOISE else ''}."
         )
 
 

@@ -1,12 +1,14 @@
 """The report on a task before training names what keeps it from learning."""
 
 import json
+import re
 
 import pytest
 
 from rl4llm import load_tokenizer
 from rl4llm.cli import main
-from rl4llm.extensions.inspect.check.task import STILL, TaskReport
+from rl4llm.config import load_config
+from rl4llm.extensions.inspect.check.task import STILL, TaskReport, _of_rate
 
 PROMPTS = [{"prompt": f"What is {n}+1?", "ground_truth": str(n + 1)} for n in range(4)]
 
@@ -79,9 +81,25 @@ def test_a_rate_that_changes_nothing_in_the_whole_run_is_named(task):
     assert low["run"] < STILL < high["run"]
     assert ["training.lr" in " ".join(report["advice"]) for report in (low, high)] == [True, False]
     assert high["run"] == pytest.approx(50 * high["update"])
+    named = [re.findall(r"to (\S+) or more", " ".join(report["advice"])) for report in (low, high)]
+    assert named == [[], []]  # the change of `low` is rounding, from which no rate follows
     warm, _ = task("rewards=['taught:odd']", "training.lr=1e-4", "training.warmup_steps=10")
     assert warm["update"] == pytest.approx(high["update"] / 10, rel=0.2)
     assert warm["run"] == pytest.approx(warm["update"] * (sum(range(1, 11)) + 400))
+
+
+@pytest.mark.parametrize("update", [9.7e-6, 1.9e-5, 3.9e-4])
+def test_the_named_rate_is_enough(update):
+    config = load_config(None, {"model.path": "model", "max_steps": 50, "training.lr": 1e-6})
+    run = min(50 * update, STILL * 0.98)
+    (advice,) = _of_rate(config, update, run)
+    (named,) = map(float, re.findall(r"to (\S+) or more", advice))
+    assert STILL <= named / 1e-6 * run < 10 * STILL
+
+
+def test_a_rate_of_zero_is_not_multiplied(task):
+    report, _ = task("rewards=['taught:odd']", "training.lr=0")
+    assert [re.findall(r"\d\S*", text) for text in report["advice"] if "training.lr" in text] == [["0", "0."]]
 
 
 def test_groups_without_a_gradient_promise_no_change(task):
