@@ -88,6 +88,10 @@ class Distill(GRPO):
             )
         if self.divergence != "sampled" and not self.top_k and (self.teacher_url or self.teachers):
             raise ConfigError("algorithm.top_k=0 needs one teacher, in the process. Set algorithm.top_k.")
+        if self.divergence == "sampled" and (self.top_k or self.alpha != 0.5):
+            raise ConfigError(
+                "algorithm.top_k and algorithm.alpha have no effect with divergence=sampled. Set algorithm.divergence."
+            )
         if self.reward_coef > 0 and group_size < 2:
             raise ConfigError(
                 f"rollout.group_size={group_size} is not accepted with algorithm.reward_coef. Use 2 or more."

@@ -317,3 +317,10 @@ def test_a_distillation_has_one_teacher():
     ):
         with pytest.raises(ConfigError):
             Distill(**options).check(group_size=1)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 32}, {"alpha": 0.1}])
+def test_an_option_of_another_divergence_is_refused(options):
+    with pytest.raises(ConfigError):
+        Distill(teacher_path="t", **options).check(group_size=1)
+    Distill(teacher_path="t", **options | {"divergence": "jensen_shannon"}).check(group_size=1)
