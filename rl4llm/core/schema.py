@@ -127,8 +127,12 @@ def check_values(where: str, make: Callable[..., Any], options: Mapping[str, Any
 def with_options(
     where: str, make: Callable[..., T], options: Mapping[str, Any], *args: Any, **fixed: Any
 ) -> T:
-    """Call `make` with a user's options, after checking that it takes them; raises ConfigError."""
+    """Call `make` with a user's options, after checking that it takes them and needs no other; raises ConfigError."""
     check_options(where, make, options, fixed)
+    bound = inspect.signature(make).bind_partial(*args, **fixed, **options)
+    bound.apply_defaults()
+    if missing := [name for name in bound.signature.parameters if name not in bound.arguments]:
+        raise ConfigError(f"{where} needs {', '.join(missing)}.")
     return make(*args, **fixed, **options)
 
 

@@ -21,6 +21,7 @@ from rl4llm.core.schema import (
     check_values,
     checked,
     choices_of,
+    with_options,
 )
 from rl4llm.rewards import as_reward_function
 
@@ -159,3 +160,14 @@ def test_no_algorithm_takes_a_text_for_a_number(name):
 def test_no_reward_does_either():
     with pytest.raises(ConfigError):
         as_reward_function({"name": "length", "max_length": "abc"})
+
+
+def test_a_missing_option_is_named_beside_its_place():
+    def server(where: str, size: int, /, *words: str, url: str, model: str, most: int = 1, **others: str):
+        return where, size, words, url, model, most, others
+
+    for options, names in (({}, "url, model"), ({"url": "u", "most": 2}, "model"), ({"model": "m"}, "url")):
+        with pytest.raises(ConfigError, match=rf"^rewards\.judge needs {names}\."):
+            with_options("rewards.judge", server, options, "here", 1)
+    made = with_options("rewards.judge", server, {"model": "m"}, "here", 1, url="u")
+    assert made == ("here", 1, (), "u", "m", 1, {})
