@@ -75,10 +75,12 @@ class Conversation:
             self._state = self._begun(question)
             sample = self._state.sample_states[0]
         begin = len(sample.messages)
-        self._rollout.run(self._play(self._state, show))
-        if sample.failure is not None or len(sample.messages) == begin:
-            self.reset()
-            raise ChatError(sample.failure or f"The context of {self._client.context_length} tokens is full.")
+        with ExitStack() as failed:  # no line follows one that has no answer
+            failed.callback(self.reset)
+            self._rollout.run(self._play(self._state, show))
+            if sample.failure is not None or len(sample.messages) == begin:
+                raise ChatError(sample.failure or f"{self._client.context_length} tokens fill the context.")
+            failed.pop_all()
         return sample.messages[begin:]
 
     def reset(self) -> None:
@@ -157,6 +159,10 @@ def conversation(
         config, given = _playable(config, run, part)
         template = config.data.prompt_template
     else:
+        files = [*file.glob("*/run.json"), *file.glob("*/*/run.json"), *file.glob("../run.json")]
+        runs = sorted(str(each.parent.resolve()) for each in files)
+        if runs and not any(file.glob("*config.json")):
+            raise ConfigError(f"{name} is neither a run nor a model. Runs: {', '.join(runs)[:500]}.")
         config = _alone(load_config(None, [f"model.path={name}", *MODEL, *overrides]))
     with ExitStack() as stack:
         with meanwhile():
@@ -183,7 +189,7 @@ def _newest(config: Config, run: RunDir) -> tuple[Config, Checkpoint | None]:
 def _playable(config: Config, run: RunDir, part: str | None) -> tuple[Config, Given]:
     """Return the configuration of a run that plays its own prompts, or else rows with the prompt that they share."""
     if part is not None and part not in config.environments:
-        raise ConfigError(f"--part {part} is not a part of this run. It has: {', '.join(config.parts)}.")
+        raise ConfigError(f"--part {part} is not a part. This run has: {', '.join(config.parts) or 'none'}.")
     config = config.environments[part or next(iter(config.environments))]
     needs = build_algorithm(config).needs()
     if needs.value_head:
@@ -226,7 +232,7 @@ def _alone(config: Config) -> Config:
         sandbox=config.sandbox,
         rollout=RolloutConfig(max_tokens=config.rollout.max_tokens, stop=config.rollout.stop),
         eval=EvalConfig(every=0, temperature=config.eval.temperature),
-        training=TrainingConfig(lr=0.0),
+        training=TrainingConfig(lr=0.0, optimizer=config.training.optimizer),  # whose state a checkpoint has
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 from rl4llm.commands.arguments import add_command, add_overrides
@@ -73,6 +74,8 @@ class _Printer:
 
 def _lines() -> Iterator[str]:
     """Yield the lines of standard input until its end or /quit; a terminal gets a prompt."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty():
         say("/reset begins a new conversation, and /quit or Ctrl-D ends.")
         import readline  # noqa: F401 - `input` then has a history

@@ -209,12 +209,13 @@ async def _asked(request: web.Request) -> web.Response:
     chat, run = request.app[CHAT], _run(request)
     try:
         line = (await request.json())["line"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise web.HTTPBadRequest from error
+    try:
         if line is None:
             await asyncio.to_thread(chat.close)
             return web.json_response([])
         return web.json_response(await asyncio.to_thread(chat.ask, run.path, str(line)))
-    except (ValueError, KeyError, TypeError) as error:
-        raise web.HTTPBadRequest from error
     except (RL4LLMError, OSError) as error:
         raise web.HTTPConflict(text=str(error)) from error
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -155,6 +156,13 @@ def test_an_unfinished_run_answers_with_its_last_checkpoint(run):
         assert (finished._client._engine.version, unfinished._client._engine.version) == (0, 2)
 
 
+def test_a_checkpoint_answers_whatever_its_optimizer(model_dir, tmp_path):
+    training = CONFIG["training"] | {"optimizer": "adamw8bit"}
+    run = trained(tmp_path / "run", model_dir, env=TOOL, training=training)
+    with conversation(run, ["max_steps=9"]) as talk:
+        assert talk.ask("Ann has 2 books?") and talk._client._engine.version == 2
+
+
 def test_a_model_answers_without_a_run(model_dir):
     with conversation(str(model_dir), ["rollout.max_tokens=8"]) as talk:
         assert [item.role for item in talk.ask("hello")] == ["assistant"]
@@ -166,6 +174,22 @@ def test_a_full_context_ends_the_conversation(model_dir):
             for _ in range(99):
                 talk.ask("hello " * 40)
         assert talk._state is None
+
+
+def test_a_directory_above_runs_is_not_a_model(run):
+    for directory in (Path(run).parent, Path(run) / "checkpoints"):
+        with pytest.raises(ConfigError, match=re.escape(run)), conversation(str(directory)):
+            pass
+
+
+def test_any_error_of_an_answer_ends_the_conversation(run):
+    with conversation(run) as talk:
+        talk.ask("Ann has 2 books?")
+        with pytest.raises(TypeError):  # of the tokenizer
+            talk.ask("half of a pair: \ud800")
+        assert talk._state is None
+        talk.ask("Ann has 2 books?")
+        assert [item.role for item in sample(talk).messages].count("user") == 1
 
 
 def test_an_unknown_part_is_refused(run):
@@ -182,6 +206,17 @@ def test_a_pipe_is_answered_line_by_line(run, monkeypatch, capsys):
     with conversation(run) as talk:
         one = talk.ask("Ann has 2 books?")[0].content
     assert printed.count(one) == 2 and printed.count("\n") == 2 + 2 * one.count("\n")
+
+
+def test_a_byte_that_is_not_utf_8_costs_no_line(run, monkeypatch, capsys):
+    lines = io.BytesIO(b"caf\xe9?\n/reset\nAnn has 2 books?\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(lines, "utf-8"))
+    assert main(["chat", run]) == 0
+    with conversation(run) as talk:
+        answers = [talk.ask(line)[0].content for line in ("caf\ufffd?",)]
+        talk.reset()
+        answers += [talk.ask("Ann has 2 books?")[0].content]
+    assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers)
 
 
 def test_a_question_of_eval_is_answered_as_in_a_chat(run, capsys):

@@ -160,6 +160,8 @@ def test_a_panel_talks_to_the_model_of_a_run(model_dir, tmp_path):
             assert status == 200 and json.loads(body) == (first if line == "one" else second)
         assert said(url, None)[0] == 200
         assert json.loads(said(url, "one")[2]) == first
+        assert said(url, "half of a pair: \ud800")[0] == 500  # the request is as it should be
+        assert json.loads(said(url, "one")[2]) == first
 
 
 def test_only_the_page_itself_talks_to_a_model(tokenizer, tmp_path):
