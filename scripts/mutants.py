@@ -248,6 +248,8 @@ TRAINERS = _of(
      "test_replay.py::test_a_resumed_run_replays_what_was_stored"),
     ("replay_spread", "replay.py", "not self._spread(group) <= NO_CREDIT", "True",
      "test_replay.py::test_a_resumed_run_replays_what_was_stored"),
+    ("replay_of_a_teacher", "../compose/choices.py", "(not needs.group or needs.privileged)", "not needs.group",
+     "test_replay.py::test_replay_needs_an_algorithm_that_only_compares"),
     ("replay_places", "replay.py", "min(played, self._total(self.rollout.count_groups(step.rows)))", "played",
      "test_replay.py::test_places_left_by_dynamic_sampling_are_filled"),
     ("replay_of_old_tokens", "replay.py", "self.mixes_versions = True", "pass",

@@ -146,7 +146,7 @@ def _conflicts(config: Config, given: Given, needs: Needs) -> dict[str, Any]:
         f"rollout.max_staleness={rollout.max_staleness} needs servers on separate devices, not {inference} or "
         "inference.cohost. `rl4llm info` lists engines.": rollout.max_staleness and (cohost or not engine.is_server),
         f"rollout.replay={rollout.replay} is not accepted with {algorithm}, which also learns from groups of "
-        "equal rewards. Set it to 0.": samples and rollout.replay and not needs.group,
+        "equal rewards. Set it to 0.": samples and rollout.replay and (not needs.group or needs.privileged),
         f"model.vision=train with {inference} is not accepted beside rollout.max_staleness or inference.router: servers "
         "keep features of images that an earlier version made. Set model.vision=frozen.": (
             vision == "train" and engine.keeps_features and (rollout.max_staleness or router)

@@ -229,9 +229,16 @@ def test_a_stored_group_comes_back_equal(tmp_path):
     assert len(other.stored) == 4
 
 
-def test_replay_needs_an_algorithm_that_compares_a_group(model_dir, tmp_path):
+def test_replay_needs_an_algorithm_that_only_compares(model_dir, tmp_path):
     with pytest.raises(ConfigError):
         made(model_dir, tmp_path / "ppo", algorithm={"name": "ppo"})
+    shared = {"name": "sdpo", "distill_coef": 0.5}  # compares a group, and learns from the teacher in any
+    with pytest.raises(ConfigError):
+        made(model_dir, tmp_path / "sdpo", algorithm=shared)
+    with contextlib.closing(
+        made(model_dir, tmp_path / "none", algorithm=shared, **{"rollout.replay": 0}).trainer
+    ):
+        pass
     off = made(model_dir, tmp_path / "off", **{"rollout.replay": 0}).trainer
     with contextlib.closing(off):
         assert type(off) is RLTrainer and off.algorithm.old_logprobs == "sampled"
