@@ -92,7 +92,7 @@ def build_reference(setup: Setup, policy: BaseBackend, start: Any) -> TokenScore
         others[""] = _teacher(setup, policy, place)
     if others:
         return others[""] if [*others] == [""] else load("rl4llm.trainers.teachers:Teachers")(others)
-    if policy.adapter is not None and not needs.separate_reference(adapter=True):
+    if policy.adapter is not None and not needs.separate_references(adapter=True):
         from rl4llm.backends.lora import FrozenModel  # noqa: PLC0415 - most runs have no adapter
 
         return FrozenModel(policy, policy.adapter)
@@ -159,8 +159,8 @@ def check_backend(config: Config, needs: Needs) -> None:
             "backend.name=torch."
         )
     if config.inference.get("cohost"):
-        reference = needs.separate_reference(adapter=config.model.lora.rank > 0)
-        backend.check_leaves(options, config.model.dtype, reference=reference and device_of(config) != "cpu")
+        reference = device_of(config) != "cpu" and bool(needs.separate_references(config.model.lora.rank > 0))
+        backend.check_leaves(options, config.model.dtype, reference=reference)
 
 
 def _on_backend(setup: Setup, model: Any, **options: Any) -> BaseBackend:

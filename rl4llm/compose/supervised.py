@@ -18,7 +18,7 @@ from rl4llm.compose.models import build_policy, build_reference, vision_of
 from rl4llm.compose.setup import Setup, held
 from rl4llm.compose.trainer import base_of, batching_of, tracker_of
 from rl4llm.config import Config
-from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_backend import models_of
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import accepted_options
 from rl4llm.core.types import ChatMessage, Group
@@ -77,8 +77,7 @@ def build_supervised(setup: Setup, dataset: Any, run: RunDir) -> DatasetTrainer:
     prepared = partial(
         Preparation, algorithm=setup.algorithm, policy=backend, reference=reference, ranks=ranks
     )
-    beside = [reference] if isinstance(reference, BaseBackend) else []
-    batching = batching_of(setup, [backend, *beside])
+    batching = batching_of(setup, [backend, *models_of(reference)])
     answered = needs.learns_from not in ANSWER_COLUMNS and not hold_text(dataset)
     warnings = [
         *warnings_of(config),

@@ -30,7 +30,7 @@ from rl4llm.compose.models import build_critic, build_policy, build_reference, p
 from rl4llm.compose.setup import Given, Machine, Setup, held, planned_run, refuse_hidden, set_up_torch
 from rl4llm.config import Config, flatten
 from rl4llm.config.keys import SandboxConfig
-from rl4llm.core.base_backend import BaseBackend
+from rl4llm.core.base_backend import BaseBackend, models_of
 from rl4llm.core.base_env import BaseMDPEnv
 from rl4llm.core.errors import ConfigError, unknown
 from rl4llm.core.registry import load
@@ -167,7 +167,7 @@ def _reinforced(
     prompts = prompts_of(setup, {task.part: task.env.dataset for task in tasks})
     sampled = max(task.env.max_steps * task.setup.config.rollout.max_tokens for task in tasks)
     critic, reference = build_critic(setup, start), build_reference(setup, backend, start)
-    beside = [one for one in (critic, reference) if isinstance(one, BaseBackend) and one is not backend]
+    beside = [one for one in models_of(critic, reference) if one is not backend]
     preparation = Preparation(
         algorithm=algorithm,
         policy=backend,

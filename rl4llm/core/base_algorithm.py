@@ -78,11 +78,13 @@ class Needs:
     columns: tuple[str, ...] = ()  # in which each row must have a text
     refills: int = 0  # how often prompts are sampled in place of groups that `keep` refused
 
-    def separate_reference(self, adapter: bool) -> bool:
-        """Return whether the reference is a further model; with an `adapter` it may be the policy without it."""
-        under_adapter = adapter and self.reference_path is None and not self.reference_every
-        local = self.reference_url is None and not self.reference_live
-        return self.reference and local and not under_adapter
+    def separate_references(self, adapter: bool) -> list[str | None]:
+        """Return the path of each reference that is a further model; None is the start, which an `adapter` may leave."""
+        if not self.reference or self.reference_live:
+            return []
+        if places := [*self.references.values(), *filter(None, [self.reference_url or self.reference_path])]:
+            return [place for place in places if not is_address(place)]
+        return [] if adapter and not self.reference_every else [None]
 
     @property
     def served(self) -> bool:

@@ -253,6 +253,12 @@ class BaseBackend(TokenScorer, ABC):
         """Move them back."""
 
 
+def models_of(*scorers: Any) -> list[BaseBackend]:
+    """Return those that are models of this process; of several references each."""
+    each = [one for scorer in scorers for one in getattr(scorer, "references", {"": scorer}).values()]
+    return [one for one in each if isinstance(one, BaseBackend)]
+
+
 MAX, WEIGHTED = "/max", "/weighted"
 """The end of a token metric's name says how it becomes one number.
 

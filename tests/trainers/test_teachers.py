@@ -12,6 +12,7 @@ from rl4llm.api import PolicyTrainer
 from rl4llm.backends.models import load_tokenizer
 from rl4llm.backends.tiny import build_model, save_model
 from rl4llm.backends.torch_backend import TorchBackend
+from rl4llm.compose import trainer as composed
 from rl4llm.core.errors import ConfigError
 from rl4llm.core.types import Group, TokenSpan, Trajectory
 from rl4llm.data.pack import Batching
@@ -91,3 +92,32 @@ def test_a_mixture_trains_with_a_teacher_for_each_part(model_dir, tmp_path):
     assert [
         row["teacher_divergence"] > 0 for row in metrics(tmp_path / "run") if "teacher_divergence" in row
     ] == [True]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_teachers_at_paths_are_models_of_the_process(adapter):
+    def models(**options):
+        return Distill(**options).needs().separate_references(adapter)
+
+    address = "http://127.0.0.1:1"
+    assert models(teachers={"sums": "s", "tools": address}) == ["s"]
+    assert models(teachers={"sums": "s", "tools": "t"}, teacher_path="p") == ["s", "t", "p"]
+    assert models(teachers={"sums": address}, teacher_url=address) == []
+
+
+def test_each_local_teacher_shapes_batches_and_leaves(model_dir, tmp_path, monkeypatch):
+    """As a reference that is alone does: a layout that it cannot compute is not taken, and a server gets its memory."""
+    others, asked = [], []
+
+    def build_publisher(*args):
+        others.extend(args[4])
+        return made(*args)
+
+    made = composed.build_publisher
+    monkeypatch.setattr(composed, "build_publisher", build_publisher)
+    monkeypatch.setattr(TorchBackend, "layout", lambda self, name: asked.append(self) or name)
+    paths = dict.fromkeys(parts(tmp_path), str(model_dir))
+    with run(model_dir, tmp_path, paths, teacher_path=str(model_dir)).trainer as trainer:
+        teachers = trainer.preparation.reference.references
+        assert len(teachers) == 3 and others == [*teachers.values()]
+        assert asked == [trainer.backend, *others]

@@ -7,7 +7,7 @@ its libraries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
@@ -43,14 +43,14 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of a run's models: critic and reference if there are any, and `others` on the device that judge or play.
+    """The shapes of a run's models: critic and references if there are any, and `others` on the device that judge or play.
 
-    A `tower` is beside policy, critic and reference if they see images.
+    A `tower` is beside policy, critic and each reference if they see images.
     """
 
     policy: ModelShape
     critic: ModelShape | None = None
-    reference: ModelShape | None = None
+    references: Sequence[ModelShape] = ()
     others: Mapping[str, int] = field(default_factory=dict)  # bytes by name
     tower: TowerShape | None = None
 
@@ -72,7 +72,8 @@ class Memory:
         self.frozen = models.tower if self.trained is None else None
         self.policy = self._held(models.policy)
         self.critic = self._held(models.critic) if models.critic else None
-        self.reference = self._held(models.reference, trains=False) if models.reference else None
+        self.references = [self._held(shape, trains=False) for shape in models.references]
+        self.all = [self.policy, *filter(None, [self.critic]), *self.references]
 
     def phases(self) -> list[Phase]:
         """Return what the device holds in each phase, once the optimizer has its moments."""
@@ -90,10 +91,9 @@ class Memory:
         """Return what offload keeps in the machine's memory for this device."""
         if not self.on_gpu:
             return Phase("host")
-        models = [model for model in (self.policy, self.critic, self.reference) if model]
-        waiting = models if self.config.inference.get("cohost") else []
+        waiting = self.all if self.config.inference.get("cohost") else []
         parts = {
-            "offloaded": sum(model.host for model in models),
+            "offloaded": sum(model.host for model in self.all),
             "models while the server has the device": sum(item.weights + item.optimizer for item in waiting),
             VERSIONS: -(-self._versions() // self.ranks),
         }
@@ -126,7 +126,7 @@ class Memory:
             "weights": self.policy.weights,
             "optimizer": self.policy.optimizer,
             "critic": self.critic.weights + self.critic.optimizer if self.critic else 0,
-            "reference": self.reference.weights if self.reference else 0,
+            "reference": sum(model.weights for model in self.references),
             "sleeping server": self._sleeping,
             **self._fixed(),
         }
@@ -155,7 +155,7 @@ class Memory:
     @property
     def _sighted(self) -> int:
         """The number of models that have an image tower."""
-        return sum(model is not None for model in (self.policy, self.critic, self.reference))
+        return len(self.all)
 
     @property
     def _towers(self) -> int:
@@ -172,7 +172,7 @@ class Memory:
         Models that the ranks shard come to a device in pieces; on a CPU they are first in the memory of the first rank.
         """
         loaded, most = sum(self.models.others.values()) + self._towers, 0
-        for model in filter(None, (self.policy, self.critic, self.reference)):
+        for model in self.all:
             in_pieces = model.weights < model.whole and self.on_gpu
             most = max(most, loaded + (model.weights + model.piece if in_pieces else model.whole))
             loaded += model.weights + model.buckets
@@ -205,7 +205,7 @@ class Memory:
         parts = {
             "layers": max(working, self._seeing(backward=False)) + self.policy.casts,
             "log-probs": head_memory(shape, self.precision, counts.trains, backward=False, values=values),
-            "gathered": max(model.gathered for model in (self.policy, self.critic, self.reference) if model),
+            "gathered": max(model.gathered for model in self.all),
             "batches": self._batches(),
         }
         return Phase("log-probs", {**self._resident(), **parts})

@@ -124,13 +124,12 @@ def _models(setup: Setup, policy: Any) -> Models:
     nf4 = config.model.quantize != "none" or has_4_bits(config.model.path)
     skips = config.model.quantize_skip if nf4 else None
     trained = shape_of(policy, lora_rank=lora.rank, lora_targets=lora.targets, nf4_skips=skips)
-    reference = critic = None
-    if needs.separate_reference(adapter=lora.rank > 0):
-        reference = plain if needs.reference_path is None else read_shape(needs.reference_path)
+    paths, critic = needs.separate_references(adapter=lora.rank > 0), None
+    references = [plain if path is None else read_shape(path) for path in paths]
     if needs.critic is not None:
         critic = plain if needs.critic.path is None else read_shape(needs.critic.path)
     tower = None if config.model.vision == "none" else read_tower(config.model.path)
-    return Models(trained, critic, reference, _others(setup), tower)
+    return Models(trained, critic, references, _others(setup), tower)
 
 
 def _others(setup: Setup) -> dict[str, int]:

@@ -127,7 +127,7 @@ def test_a_plan_of_another_run_would_be_wrong(runs):
     assert make_plan(smaller).peak.total < (1 - WITHIN) * took
 
 
-def test_each_model_of_a_run_counts_once_and_only_where_it_is(small):
+def test_each_model_of_a_run_counts_once_and_only_where_it_is(small, model_dir):
     def of(overrides):
         plan = make_plan(small(overrides))
         return {phase.name: phase.parts for phase in plan.phases}
@@ -138,6 +138,9 @@ def test_each_model_of_a_run_counts_once_and_only_where_it_is(small):
     assert (
         "reference" not in of({"algorithm": {"name": "grpo", "kl_coef": 0.1}, "model.lora.rank": 4})["update"]
     )
+    sides = {name: {"data": {"path": "arithmetic", "limit": 8}} for name in "ab"}
+    teachers = {"algorithm": {"name": "distill", "teachers": dict.fromkeys("ab", str(model_dir))}}
+    assert of({**teachers, "parts": sides, "data.path": None})["update"]["reference"] == 2 * whole
     critic = of({"algorithm": {"name": "ppo"}})
     # weights and two moments
     assert critic["update"]["critic"] == critic["critic"]["critic"] == pytest.approx(3 * whole)
