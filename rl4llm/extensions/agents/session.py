@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,8 +142,7 @@ class AgentSession:
         prompt = place.prompt
         ids, images = prompt.token_ids, prompt.images
         params = self._limited(asked, len(ids))
-        sampling = await constrained(dialect, asked, params, ids, self._llm.constrains)
-        self.requests += 1
+        sampling = await self._counted(asked, dialect, params, ids)
         seen = [item.image.digest for item in images]
         digest = xxhash.xxh3_64_hexdigest(f"{ids}{seen or ''}".encode())
         draw = self._draws[digest]  # a repeated question is a new draw, whichever request comes first
@@ -242,6 +241,19 @@ class AgentSession:
         return self.params.replace(
             max_tokens=min(self.params.max_tokens, asked.max_tokens or room, room), stop=stop
         )
+
+    async def _counted(
+        self, asked: Asked, dialect: Dialect, params: SamplingParams, ids: Sequence[int]
+    ) -> SamplingParams:
+        """Count a request unless it is refused; return its parameters with the grammar of what it forces."""
+        self.requests += 1  # before others run, which are then refused beyond the limit
+        try:
+            params = await constrained(dialect, asked, params, ids, self._llm.constrains)
+        except RequestError:
+            self.requests -= 1
+            raise
+        self.check_open()
+        return params
 
     def _refuse(self, limit: str, message: str) -> None:
         self.ran_into = limit

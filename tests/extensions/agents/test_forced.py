@@ -1,5 +1,6 @@
 """Calls and formats that an agent forces: constrained where the engine can, and refused with the switch where it cannot."""
 
+import asyncio
 import copy
 import json
 import ssl
@@ -209,3 +210,34 @@ def test_a_thought_may_come_before_what_is_forced(tokenizer, prompt, said, token
         assert len(masks(tokenizer, grammar, matching)) == len(matching)
     with pytest.raises(DataError):
         masks(tokenizer, grammar, [*tokenizer.encode(said.replace("85", "none")), 2])
+
+
+def form(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+
+
+def at_once(*bodies):
+    """Return an agent that sends these bodies at the same time, and the list of the codes of the answers."""
+    codes = []
+
+    async def agent(task, base_url, api_key):
+        async with httpx.AsyncClient(trust_env=False, verify=TLS, timeout=60) as http:
+            body = ASKING["chat/completions"]
+            sent = (http.post(f"{base_url}/chat/completions", json={**body, **each}) for each in bodies)
+            codes.extend(answer.status_code for answer in await asyncio.gather(*sent))
+
+    return agent, codes
+
+
+def test_forced_requests_at_once_keep_to_the_limit(play, remembering):
+    schemas = [{"type": "integer", "minimum": 0, "maximum": 1000 + i} for i in range(4)]
+    agent, codes = at_once(*map(form, schemas))
+    play(agent, client=remembering, max_steps=1, params=SamplingParams(max_tokens=9))
+    assert sorted(codes) == [200, 400, 400, 400]
+    assert len(remembering.record) == 1
+
+
+def test_a_refused_form_takes_no_request_of_the_limit(play, remembering):
+    agent, said = answers("chat/completions", form({"type": "nonsense"}), {}, {})
+    play(agent, client=remembering, max_steps=1)
+    assert ["error" in body for body in said] == [True, False, True]
