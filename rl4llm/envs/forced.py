@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
@@ -9,7 +10,9 @@ from asyncio import create_subprocess_exec
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rl4llm.core.errors import RefusedError
 from rl4llm.core.message import opened_thought
@@ -28,7 +31,11 @@ resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 from llguidance import LLMatcher
 print(end=LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(sys.stdin.read())))
 """
-_CHECKED: set[str] = set()
+TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")|<\[\d+\]>')
+"""A token of a grammar, or a string, in which the same characters are text."""
+REMEMBERED = 1024  # grammars
+_PROBLEMS: dict[bytes, str] = {}  # by digest, those used last at the end
+_COMPILING: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 THOUGHT = 16  # tokens at the end of a prompt that may open one
 MATCHER = "rl4llm.data.grammars:Matcher"
 ARGUMENTS = '{"x": "1"}'  # of a call in `CallFormat.example`
@@ -42,26 +49,50 @@ async def constrained(
 ) -> SamplingParams:
     """Return the sampling parameters of a request in a dialect, with the grammar of what it forces.
 
-    A small schema can take hours to compile, which no limit of llguidance ends, so that is first done in a process with
-    limits. Raises RequestError.
+    Raises RequestError.
     """
     prompt = decode(dialect.tokenizer, prompt_ids[-THOUGHT:])
     ends, params = dialect.renderer.stop_token_ids, dialect.params(asked, params)
     grammar = grammar_of(asked, dialect.calls, dialect.tokenizer, ends, prompt, constrains)
-    if grammar and grammar not in _CHECKED:
-        plain = re.sub(r"<\[\d+\]>", '"."', grammar)  # tokens need a tokenizer
-        words = (sys.executable, "-c", COMPILE)
-        process = await create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-        said, _ = await process.communicate(plain.encode())
-        try:
-            if said or process.returncode:
-                raise RefusedError(said.decode()[:300] or "it takes too much time or memory")
-            await in_own_thread("rl4llm-grammar", partial(load(MATCHER), dialect.tokenizer, grammar))
-        except RefusedError as error:
-            problem = f"The format or the tools cannot be enforced: {error}"
-            raise RequestError(problem, param="schema") from error
-        _CHECKED.add(grammar)
+    if grammar and (problem := await _problem(dialect.tokenizer, grammar)):
+        raise RequestError(f"The format or the tools cannot be enforced: {problem}", param="schema")
     return params.replace(grammar=grammar)
+
+
+async def _problem(tokenizer: Any, grammar: str) -> str:
+    """Return why a grammar cannot be enforced, or ""; one is compiled at a time, and remembered."""
+    digest = sha256(grammar.encode()).digest()
+    if (problem := _PROBLEMS.pop(digest, None)) is None:
+        async with _COMPILING.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            if (problem := _PROBLEMS.get(digest)) is None:
+                problem = await _compiled(tokenizer, grammar)
+    _PROBLEMS[digest] = problem  # the last one to be forgotten
+    if len(_PROBLEMS) > REMEMBERED:
+        _PROBLEMS.pop(next(iter(_PROBLEMS)))
+    return problem
+
+
+async def _compiled(tokenizer: Any, grammar: str) -> str:
+    """Compile a grammar; return why it cannot be, or "".
+
+    A small schema can take hours, which no limit of llguidance ends, so that is first done in a process with limits.
+    """
+    plain = TOKEN.sub(lambda match: match[1] or '"."', grammar)  # tokens need a tokenizer
+    process = await create_subprocess_exec(
+        sys.executable, "-c", COMPILE, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+    )
+    try:
+        said, _ = await process.communicate(plain.encode())
+    finally:
+        if process.returncode is None:  # the request was cancelled
+            process.kill()
+    if said or process.returncode:
+        return said.decode()[:300] or "it takes too much time or memory"
+    try:
+        await in_own_thread("rl4llm-grammar", partial(load(MATCHER), tokenizer, grammar))
+    except RefusedError as error:
+        return str(error)
+    return ""
 
 
 def grammar_of(

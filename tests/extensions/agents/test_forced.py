@@ -15,6 +15,7 @@ from rl4llm.core.types import SamplingParams
 from rl4llm.core.weights import WeightRef
 from rl4llm.data.grammars import masks
 from rl4llm.data.template import decode
+from rl4llm.envs import forced
 from rl4llm.envs.forced import grammar_of
 from rl4llm.envs.tools.formats import FORMATS
 from rl4llm.envs.wire import WIRES, Asked, RequestError
@@ -227,6 +228,47 @@ def at_once(*bodies):
             codes.extend(answer.status_code for answer in await asyncio.gather(*sent))
 
     return agent, codes
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Counts the processes that compile: those that began, and the most at once."""
+    counts = {"began": 0, "most": 0}
+    monkeypatch.setattr(forced, "_PROBLEMS", {})
+    create, running = forced.create_subprocess_exec, []
+
+    async def counted(*words, **options):
+        process = await create(*words, **options)
+        running[:] = [each for each in running if each.returncode is None] + [process]
+        counts["began"] += 1
+        counts["most"] = max(counts["most"], len(running))
+        return process
+
+    monkeypatch.setattr(forced, "create_subprocess_exec", counted)
+    return counts
+
+
+def test_forms_compile_one_at_a_time_and_equal_ones_once(play, remembering, compiled):
+    schemas = [{"type": name} for name in ("nonsense", "other", "integer")]
+    for _ in range(2):
+        agent, codes = at_once(*map(form, [*schemas, *schemas]))
+        play(agent, client=remembering, params=SamplingParams(max_tokens=9))
+        assert sorted(codes) == [200, 200, 400, 400, 400, 400]
+    assert compiled == {"began": 3, "most": 1}
+
+
+def test_a_refused_form_is_forgotten_after_many_others(play, remembering, compiled, monkeypatch):
+    monkeypatch.setattr(forced, "REMEMBERED", 2)
+    names = ["a", "b", "a", "c", "a", "b"]
+    agent, _ = answers("chat/completions", *[form({"type": name}) for name in names], {})
+    play(agent, client=remembering)
+    assert compiled["began"] == 4  # of a, b and c, and of b again
+
+
+def test_a_form_may_have_the_text_of_a_token(play, remembering):
+    agent, said = answers("chat/completions", form({"enum": ['<[12]> "<[2]>"']}))
+    play(agent, client=remembering)
+    assert json.loads(text_of("chat/completions", said[0])) == '<[12]> "<[2]>"'
 
 
 def test_forced_requests_at_once_keep_to_the_limit(play, remembering):
