@@ -179,7 +179,7 @@ def _newest(config: Config, run: RunDir) -> tuple[Config, Checkpoint | None]:
     """Return what holds the newest weights of a run: its model if it has finished, else the last checkpoint, else none."""
     checkpoint = latest_checkpoint(run.checkpoints_dir)
     if run.model_dir.is_dir() and (checkpoint is None or checkpoint.step >= config.max_steps):
-        merged = replace(config.model, path=str(run.model_dir), lora=LoraConfig())
+        merged = replace(config.model, path=str(run.model_dir), lora=LoraConfig(), quantize="none")
         return replace(config, model=merged), None
     if checkpoint is None:
         say(f"{run.path} has no checkpoint, so model.path={config.model.path} answers.")

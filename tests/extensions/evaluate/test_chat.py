@@ -150,6 +150,14 @@ def test_an_imitating_run_has_the_system_prompt_of_its_rows(model_dir, tmp_path)
         assert [item.content for item in sample(talk).messages[:2]] == ["system", "hello"]
 
 
+def test_a_run_over_4_bits_answers_when_finished_and_before(model_dir, tmp_path):
+    model = {"autocast": "none", "quantize": "nf4", "lora": {"rank": 2}}
+    run = trained(tmp_path / "run", model_dir, model=model)
+    with conversation(run) as finished, conversation(run, ["max_steps=9"]) as unfinished:
+        assert finished.ask("Ann has 2 books?") and unfinished.ask("Ann has 2 books?")
+        assert (finished._client._engine.version, unfinished._client._engine.version) == (0, 2)
+
+
 def test_an_unfinished_run_answers_with_its_last_checkpoint(run):
     with conversation(run) as finished, conversation(run, ["max_steps=9"]) as unfinished:
         assert finished.ask("Ann has 2 books?") == unfinished.ask("Ann has 2 books?")
