@@ -867,6 +867,8 @@ WORKSPACES = _of(
 PANEL = _of(
     "extensions/view",
     "tests/extensions/view",
+    ("panel_page", "chat.py", "            elif began:", "            elif False:",
+     "test_server.py::test_another_page_begins_another_conversation"),
     ("panel_origin", "server.py", " or urlsplit(origin).netloc != request.host", "",
      "test_server.py::test_only_the_page_itself_talks_to_a_model"),
     ("panel_token", "server.py", "    if token:\n        app[CHAT]", "    if True:\n        app[CHAT]",

@@ -7,7 +7,7 @@
     GET /api/runs/0/episodes?from=N&generation=G      rows of the list of episodes from row N
     GET /api/runs/0/episodes/N?generation=G           one episode, the text of its tokens and its images
     GET /api/runs/0/search?q=TEXT&generation=G        numbers of the episodes that contain the text
-    POST /api/runs/0/chat  {"line": TEXT}             the messages that follow a line; null ends the conversation
+    POST /api/runs/0/chat  {"page": ID, "line": TEXT}  the messages that follow a line of a page; null ends the conversation
 
 Only requests to an address are answered, see `rl4llm.runtime.rebinding`, and nothing is shared with other origins. Other
 users of this machine can reach loopback too. So each start creates a token; the address contains it once, and a cookie
@@ -208,14 +208,15 @@ async def _asked(request: web.Request) -> web.Response:
         raise web.HTTPForbidden(text="Only this page may talk to a model.")
     chat, run = request.app[CHAT], _run(request)
     try:
-        line = (await request.json())["line"]
+        body = await request.json()
+        line, page = body["line"], str(body["page"])
     except (ValueError, KeyError, TypeError) as error:
         raise web.HTTPBadRequest from error
     try:
         if line is None:
             await asyncio.to_thread(chat.close)
-            return web.json_response([])
-        return web.json_response(await asyncio.to_thread(chat.ask, run.path, str(line)))
+            return web.json_response({})
+        return web.json_response(await asyncio.to_thread(chat.ask, run.path, page, str(line)))
     except (RL4LLMError, OSError) as error:
         raise web.HTTPConflict(text=str(error)) from error
 

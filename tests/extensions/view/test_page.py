@@ -298,18 +298,35 @@ def test_the_panel_shows_what_the_model_answers(browser, serve, model_dir, tmp_p
     browser.open(f"{serve(tmp_path / 'run', token='the-token')}?token=the-token#/episodes")
     browser.until("document.querySelector('.chat')")
     browser.click(".chat summary")
-    for count, line in enumerate(("one", "two"), 1):
-        browser.value(f"document.querySelector('[data-chat=line]').value = '{line}'")
-        browser.click(".chat form button")
-        browser.until(f"document.querySelectorAll('.chat .message.assistant').length === {count}")
-    assert browser.value(
-        "[...document.querySelectorAll('.chat .message.user .content')].map(one => one.innerText)"
-    ) == [
-        "one",
-        "two",
-    ]
+    assert talked(browser, "one") == ["one"] and talked(browser, "two") == ["one", "two"]
     browser.click(".chat button[type=button]")
     browser.until("document.querySelectorAll('.chat .message').length === 0")
+
+
+def talked(browser, line):
+    """Say a line in the panel; return the lines that it shows once it is answered."""
+    browser.value(f"document.querySelector('[data-chat=line]').value = '{line}'")
+    browser.click(".chat form button")
+    browser.until("!document.querySelector('[data-chat=line]').disabled")
+    count = browser.value("document.querySelectorAll('.chat .message.assistant').length")
+    lines = browser.value(
+        "[...document.querySelectorAll('.chat .message.user .content')].map(one => one.innerText)"
+    )
+    assert len(lines) == count
+    return lines
+
+
+def test_a_panel_shows_no_lines_that_the_model_does_not_read(browser, serve, model_dir, tmp_path):
+    assert main(["train", *SmallRun.at(tmp_path, model_dir).into("run")]) == 0
+    url = serve(tmp_path / "run", token="the-token")
+    browser.open(f"{url}?token=the-token#/episodes")
+    browser.until("document.querySelector('.chat')")
+    browser.click(".chat summary")
+    assert talked(browser, "one") == ["one"]
+    other = "{method: 'POST', headers: {'Content-Type': 'application/json'}, body: '{\"page\": \"2\", \"line\": \"x\"}'}"
+    browser.value(f"fetch('/api/runs/0/chat', {other}).then(() => document.body.dataset.other = 'done')")
+    browser.until("document.body.dataset.other")
+    assert talked(browser, "two") == ["two"]
 
 
 def test_a_page_without_a_token_has_no_panel(page):

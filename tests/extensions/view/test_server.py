@@ -14,6 +14,7 @@ from small_run import SmallRun
 
 from rl4llm.cli import main
 from rl4llm.extensions.evaluate.chat import conversation
+from rl4llm.extensions.view.chat import Chat
 from rl4llm.extensions.view.server import PAGE
 
 ROOT = Path(__file__).parents[3]
@@ -137,10 +138,10 @@ def test_the_page_is_all_there_where_the_package_is_installed(tmp_path):
     assert installed == {file.name for file in PAGE.iterdir()} and "main.js" in installed
 
 
-def said(url, line, origin=None, **headers):
+def said(url, line, origin=None, page="1", **headers):
     origin = url.rstrip("/") if origin is None else origin
     headers = {"Content-Type": "application/json", "Origin": origin, "Cookie": cookie(url)} | headers
-    return request(url, "/api/runs/0/chat", "POST", json.dumps({"line": line}), **headers)
+    return request(url, "/api/runs/0/chat", "POST", json.dumps({"page": page, "line": line}), **headers)
 
 
 def cookie(url):
@@ -155,13 +156,26 @@ def test_a_panel_talks_to_the_model_of_a_run(model_dir, tmp_path):
     with served(tmp_path / "run", token="the-token") as url:
         about = json.loads(request(url, "/api/runs", Cookie=cookie(url))[2])
         assert about[0]["chat"]
-        for line in ("one", "two"):
-            status, _, body = said(url, line)
-            assert status == 200 and json.loads(body) == (first if line == "one" else second)
+        expected = [("1", "one", first), ("1", "two", second), ("2", "one", first), ("2", "two", second)]
+        for page, line, messages in [*expected, ("1", "one", first)]:
+            status, _, body = said(url, line, page=page)
+            assert status == 200
+            assert json.loads(body) == {"began": line == "one", "messages": messages}
         assert said(url, None)[0] == 200
-        assert json.loads(said(url, "one")[2]) == first
+        assert json.loads(said(url, "one")[2]) == {"began": True, "messages": first}
         assert said(url, "half of a pair: \ud800")[0] == 500  # the request is as it should be
-        assert json.loads(said(url, "one")[2]) == first
+        assert json.loads(said(url, "one")[2]) == {"began": True, "messages": first}
+
+
+def test_another_page_begins_another_conversation(model_dir, tmp_path):
+    small = SmallRun.at(tmp_path, model_dir)
+    assert main(["train", *small.into("run")]) == 0
+    chat = Chat()
+    for page, lines in [("1", ["one"]), ("1", ["one", "two"]), ("2", ["three"]), ("1", ["four"])]:
+        assert chat.ask(tmp_path / "run", page, lines[-1])["began"] is (len(lines) == 1)
+        messages = chat._talk._state.sample_states[0].messages
+        assert [message.content for message in messages if message.role == "user"] == lines
+    chat.close()
 
 
 def test_only_the_page_itself_talks_to_a_model(tokenizer, tmp_path):

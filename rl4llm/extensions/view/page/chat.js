@@ -24,12 +24,14 @@ export function chatPanel(app) {
     event.preventDefault();
     const text = line.value.trim();
     if (!text || line.disabled) return;
-    state.messages.push({ role: "user", content: text });
+    const asked = { role: "user", content: text };
+    state.messages.push(asked);
     line.value = "";
     line.disabled = true;
     draw("The model answers. Its first answer waits until it is loaded.");
     try {
-      state.messages.push(...(await app.source.chat(Number(choice.value), text)));
+      const { began, messages } = await app.source.chat(Number(choice.value), text);
+      state.messages = [...(began ? [asked] : state.messages), ...messages];
       draw();
     } catch (error) {
       draw(`${error.message} The next line begins a new conversation.`);

@@ -2,6 +2,8 @@
 
 import { axesOf } from "./lines.js";
 
+const PAGE = String(Math.random()); // of this load, whose log began empty
+
 export function openSource() {
   const embedded = document.getElementById("data");
   return embedded ? new FileSource(JSON.parse(embedded.textContent)) : new ServerSource();
@@ -95,10 +97,10 @@ class ServerSource {
     return get(`/api/runs/${run.number}/episodes/${number}?generation=${run.generation}`);
   }
 
-  // Return what follows a line; null ends the conversation.
+  // Return the messages that follow a line, and whether it began a conversation; null ends it.
   chat(number, line) {
     const headers = { "Content-Type": "application/json" };
-    return get(`/api/runs/${number}/chat`, { method: "POST", headers, body: JSON.stringify({ line }) });
+    return get(`/api/runs/${number}/chat`, { method: "POST", headers, body: JSON.stringify({ page: PAGE, line }) });
   }
 
   search(run, text) {
