@@ -912,6 +912,8 @@ CHAT = _of(
      "test_chat.py::test_lines_append_tokens_until_the_reset"),
     ("chat_tools_open", "chat.py", "lambda sample: None", "self._env.end_episode",
      "test_chat.py::test_an_episode_lasts_as_long_as_the_conversation"),
+    ("chat_measurements", "command.py", "if name not in ASKING and", "if False and",
+     "test_chat.py::test_a_question_has_no_options_of_measurements"),
     ("chat_4_bits", "chat.py", ', quantize="none")', ")",
      "test_chat.py::test_a_run_over_4_bits_answers_when_finished_and_before"),
     ("chat_weights", "chat.py", "checkpoint.step >= config.max_steps", "checkpoint.step",

@@ -24,6 +24,8 @@ SETUP = (
     *("rollout.max_tokens", "rollout.top_", "rollout.stop"),
 )
 """Keys, or the beginnings of keys, that change the results of a model on the same problems."""
+ASKING = ("overrides", "model", "ask", "json")
+"""Arguments of a question; all others are of measurements."""
 EXAMPLES, EXAMPLE_CHARS = 3, 300  # questions that are shown, and how much of a text
 
 
@@ -71,6 +73,7 @@ def add(commands: Any) -> None:
     worse = f"with --compare: exit with code {WORSE} if a share is worse by more than chance"
     command.add_argument("--fail-if-worse", action="store_true", help=worse)
     add_json(command)
+    command.set_defaults(parser=command)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,6 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _asked(arguments: argparse.Namespace) -> int:
     """Print the answer to a question, or all messages after it as JSON; return the exit code."""
+    for name, default in vars(arguments.parser.parse_args([arguments.config])).items():
+        if name not in ASKING and getattr(arguments, name) != default:
+            raise ConfigError(f"--{name.replace('_', '-')} is for measurements. Remove it, or --ask.")
     from rl4llm.extensions.evaluate.chat import conversation
     from rl4llm.extensions.evaluate.chat_command import answered
 

@@ -234,6 +234,15 @@ def test_a_question_of_eval_is_answered_as_in_a_chat(run, capsys):
     assert json.loads(capsys.readouterr().out) == said
 
 
+def test_a_question_has_no_options_of_measurements(run, tmp_path, capsys):
+    about = ["eval", f"{run}/config.yaml", "--ask", "Ann has 2 books?"]
+    options = [["--out", tmp_path / "out.json"], ["--compare", "x"], ["--fail-if-worse"], ["--samples", 2]]
+    for words in [*options, ["--k", 1], ["--limit", 3], ["--data", "a=b"]]:
+        assert main([*about, *map(str, words)]) == 2, words
+    assert not capsys.readouterr().out and not any(tmp_path.iterdir())
+    assert main([*about, "--debug", "rollout.max_tokens=2"]) == 0
+
+
 def test_a_line_is_answered_before_the_next_is_read(run, monkeypatch, capsys):
     printed = []
 
