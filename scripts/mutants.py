@@ -856,6 +856,8 @@ WORKSPACES = _of(
      "test_containers.py::test_a_port_reaches_its_address_and_no_other"),
     ("ws_container_memory", "containers.py", '"--memory", str(memory)', '"--memory", "0"',
      "test_containers.py::test_limits_are_those_of_the_engine"),
+    ("ws_container_log", "containers.py", '"--log-driver", "none", ', "",
+     "test_containers.py::test_what_programs_print_is_stored_nowhere"),
     ("ws_containers_left", "keeper.py", "    if words:\n", "    if False:\n",
      "test_containers.py::test_no_container_is_left_of_a_killed_trainer"),
     ("ws_containers_swept", "pool.py", "if words := containers.removal(engine, base):", "if words := []:",

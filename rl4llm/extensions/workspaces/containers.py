@@ -83,9 +83,9 @@ class Container(Workspace):
         ulimits = [word for name, most in bounds.items() for word in ("--ulimit", f"{name}={most}:{most}")]
         words = [
             "run", "-d", "--name", self._name, "--label", f"{LABEL}={self._base}", "--network", "none",
-            "--stop-timeout", "0", "--security-opt", "no-new-privileges", "--memory", str(memory), "--memory-swap",
-            str(memory), "--pids-limit", str(limits["processes"]), *ulimits, "--entrypoint", "/bin/sh", *options,
-            self._image.name, "-c", IDLE,
+            "--log-driver", "none", "--stop-timeout", "0", "--security-opt", "no-new-privileges", "--memory", str(memory),
+            "--memory-swap", str(memory), "--pids-limit", str(limits["processes"]), *ulimits, "--entrypoint", "/bin/sh",
+            *options, self._image.name, "-c", IDLE,
         ]  # fmt: skip
         try:
             await self._call(*words)

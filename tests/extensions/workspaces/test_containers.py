@@ -181,6 +181,15 @@ def test_limits_are_those_of_the_engine(play):
     assert "fork" in forks.output
 
 
+def test_what_programs_print_is_stored_nowhere(play):
+    async def scenario(workspace):
+        await sh("dd if=/dev/zero of=/proc/1/fd/1 bs=1M count=4")(workspace)
+        words = ["podman", "logs", workspace._name]
+        return subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+
+    assert play(scenario) == b""
+
+
 def test_a_port_reaches_its_address_and_no_other(play):
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/socket"
