@@ -862,6 +862,10 @@ WORKSPACES = _of(
      "test_containers.py::test_no_container_is_left_of_a_killed_trainer"),
     ("ws_containers_swept", "pool.py", "if words := containers.removal(engine, base):", "if words := []:",
      "test_containers.py::test_no_container_is_left_of_a_killed_trainer"),
+    ("dockerfile_operators", "dockerfile.py", 'if word in EXPANDED and "$" in text', "if False",
+     "test_images.py::test_a_dockerfile_that_cannot_be_followed_is_refused"),
+    ("dockerfile_variables", "dockerfile.py", "environment.get(match[1] or match[2]", "environment.get(match[1]",
+     "test_images.py::test_variables_of_a_dockerfile_have_their_values"),
     ("ws_names", "network.py", "if host in names and", "if",
      "test_network.py::test_the_proxy_refuses_what_is_not_on_its_list"),
 )  # fmt: skip

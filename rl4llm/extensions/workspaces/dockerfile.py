@@ -8,10 +8,9 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from string import Template
 
 from rl4llm.core.errors import ConfigError
 from rl4llm.extensions.workspaces import images
@@ -21,6 +20,8 @@ from rl4llm.extensions.workspaces.mounted import Mounted
 BUILD_S = 3600.0
 CONTEXT = "/.context"
 WITHOUT_FILES = ("CMD", "ENTRYPOINT", "LABEL", "EXPOSE")
+EXPANDED = ("ENV", "WORKDIR", "COPY")
+VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 
 
 @dataclass(slots=True)
@@ -73,22 +74,30 @@ def _follow(plan: Build, context: Path, word: str, text: str) -> bool:
     """Add an instruction to a plan; return whether it is known."""
     image = plan.image
     script, flags = "", text.startswith("--")
+    if word in EXPANDED and "$" in text and re.search(r"[$'\\]", VARIABLE.sub("", text)):
+        return False  # an operator on a variable, or a `$` that is quoted
     if word == "ENV" and "=" in text.partition(" ")[0]:
-        pairs = dict(part.split("=", 1) for part in shlex.split(text))
-        values = {key: Template(value).safe_substitute(image.environment) for key, value in pairs.items()}
+        values = dict(part.split("=", 1) for part in _expanded(shlex.split(text), image.environment))
         plan.image = replace(image, environment={**image.environment, **values})
     elif word == "WORKDIR":
-        plan.image = replace(image, cwd=os.path.normpath(os.path.join(image.cwd, text)))
+        place = " ".join(_expanded(shlex.split(text), image.environment))
+        plan.image = replace(image, cwd=os.path.normpath(os.path.join(image.cwd, place)))
         script = f"mkdir -p {shlex.quote(plan.image.cwd)}"
     elif word == "RUN" and not flags:
         script = shlex.join(json.loads(text)) if text.startswith("[") else text
     elif word == "COPY" and not flags:
-        script = _copy(context, json.loads(text) if text.startswith("[") else shlex.split(text))
+        words = json.loads(text) if text.startswith("[") else shlex.split(text)
+        script = _copy(context, _expanded(words, image.environment))
     else:
         return word in WITHOUT_FILES
     if script:
         plan.steps.append((["/bin/sh", "-c", script], image.cwd, dict(image.environment)))
     return True
+
+
+def _expanded(words: list[str], environment: Mapping[str, str]) -> list[str]:
+    """Return words with the values of variables; those that are not set are empty, as in docker."""
+    return [VARIABLE.sub(lambda match: environment.get(match[1] or match[2], ""), word) for word in words]
 
 
 def _copy(context: Path, words: list[str]) -> str:

@@ -328,6 +328,14 @@ def test_a_dockerfile_extends_the_path_of_every_program(play, context):
     assert result.output.startswith("/opt/x:/") and ":/bin" in result.output and "found" in result.output
 
 
+def test_variables_of_a_dockerfile_have_their_values(play, context):
+    with open(context / "Dockerfile", "a") as file:
+        file.write('ENV APP=/srv/app NAME="two ${MISSING}words"\nENV LATER=$APP/later\n')
+        file.write('WORKDIR $APP\nCOPY one.txt ${LATER}/\nWORKDIR "$APP/$NAME"\n')
+    result = play(sh("pwd; cd /srv/app; cat later/one.txt; ls"), image=str(context))
+    assert result.output == "/srv/app/two words\none\nlater\ntwo words\n"
+
+
 EVIL = """
 #include <fcntl.h>
 __attribute__((constructor)) static void run(void) { open("/data/PWNED", O_CREAT | O_WRONLY, 0644); }
@@ -393,6 +401,11 @@ def test_a_copied_file_never_replaces_a_directory(play, context):
         "FROM python:3.12",
         "VOLUME /data",
         "NONSENSE x",
+        "ENV BIN=${MISSING:-/usr/bin}",
+        "ENV PRICE='$PATH'",
+        "ENV PRICE=\\$PATH",
+        "WORKDIR ${OTHER#x}",
+        "COPY one.txt $1/",
     ],
 )
 def test_a_dockerfile_that_cannot_be_followed_is_refused(line, pool, context):
