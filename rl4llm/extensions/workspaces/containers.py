@@ -57,8 +57,9 @@ async def prepare(engine: str, name: str) -> Image:
 
 
 def removal(engine: str, base: Path) -> list[str]:
-    """Return the words that remove the containers of a keeper's directory."""
-    script = f"{engine} rm -f $({engine} ps -aq --filter label={LABEL}={base})"
+    """Return the words that remove the containers of a keeper's directory, and fail if one stays."""
+    names = f"names=$({engine} ps -aq --filter label={LABEL}={base})"
+    script = f'set -e; {names}; test -z "$names" || {engine} rm -f $names'
     return ["sh", "-c", script] if engine != "bwrap" else []
 
 

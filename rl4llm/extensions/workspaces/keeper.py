@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +26,7 @@ _ROOT = str(Path(__file__).parents[3])
 
 
 def main() -> None:
-    """Open workspaces until the trainer ends, remove everything, and run the words behind the first two arguments."""
+    """Open workspaces until the trainer ends, and remove everything, with the words behind the first two arguments."""
     parent, base, *words = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -45,15 +45,19 @@ def main() -> None:
         processes.kill(pid)
     while _reap():
         time.sleep(0.005)
-    if words:
-        subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    remove(base)
+    remove_all(base, words)
 
 
 def program(module: str, *words: str) -> list[str]:
     """Return the words that run `main` of a module of this package in a separate process."""
     code = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__package__} import {module}; {module}.main()"
     return [sys.executable, "-I", "-c", code, *words]
+
+
+def remove_all(base: str, words: Sequence[str]) -> None:
+    """Remove a keeper's containers with words, then its directory. If they fail it stays, for the next pool to try."""
+    if not words or subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
+        remove(base)
 
 
 def remove(directory: str) -> None:

@@ -22,7 +22,7 @@ from rl4llm.core.errors import ConfigError
 from rl4llm.core.schema import Count, checked
 from rl4llm.extensions.workspaces import containers, dockerfile, images
 from rl4llm.extensions.workspaces.containers import Container
-from rl4llm.extensions.workspaces.keeper import LOCK, program, remove
+from rl4llm.extensions.workspaces.keeper import LOCK, program, remove_all
 from rl4llm.extensions.workspaces.mounted import ANSWER_S, Mounted, message, reader
 from rl4llm.extensions.workspaces.network import PROXY_PORT, proxy_environment
 from rl4llm.extensions.workspaces.orders import send
@@ -201,12 +201,13 @@ class _Keeper:
     """The keeper's process, with the directory of its workspaces."""
 
     def __init__(self, engine: str) -> None:
-        self.base = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self.base = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{engine}-"))
+        self._removal = containers.removal(engine, self.base)
         _sweep(engine)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                program("keeper", str(os.getpid()), str(self.base), *containers.removal(engine, self.base)),
+                program("keeper", str(os.getpid()), str(self.base), *self._removal),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
@@ -235,19 +236,18 @@ class _Keeper:
     def close(self) -> None:
         self._control.close()
         self._process.wait(ANSWER_S)
-        remove(str(self.base))  # does nothing unless the keeper was killed
+        if self.base.exists():  # the keeper was killed
+            remove_all(str(self.base), self._removal)
 
 
 def _sweep(engine: str) -> None:
-    """Remove the directories and containers of this user's pools whose processes were all killed."""
-    for base in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    """Remove the directories and containers of this user's pools of an engine whose processes were all killed."""
+    for base in Path(tempfile.gettempdir()).glob(f"{PREFIX}{engine}-*"):
         with suppress(OSError):
             if base.lstat().st_uid == os.getuid():
                 with open(base / LOCK) as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if words := containers.removal(engine, base):
-                        subprocess.run(words, capture_output=True, check=False)
-                    remove(str(base))
+                    remove_all(str(base), containers.removal(engine, base))
 
 
 def _mount(text: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rl4llm.extensions.workspaces import WorkspaceError, Workspaces
+from rl4llm.extensions.workspaces import pool as pool_module
 
 NAME = f"localhost/rl4llm-test-{os.getpid()}"  # others on this machine may have theirs
 ROOT = str(Path(__file__).parents[3])
@@ -262,7 +263,8 @@ def test_no_container_is_left_of_a_killed_trainer(play, victim):
         if victim != "trainer":
             os.kill(int(opened[0][1]), 9)
         trainer.kill()
-    if victim != "trainer":  # they go with the next pool
+    if victim != "trainer":  # they go with the next pool of podman
+        pool_module._sweep("bwrap")
         pool = Workspaces(image=NAME, engine="podman")
         play(sh(":"), pool=pool)
         pool.close()
@@ -270,3 +272,19 @@ def test_no_container_is_left_of_a_killed_trainer(play, victim):
     while {name for name, _ in opened} & set(names()) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not {name for name, _ in opened} & set(names())
+
+
+@pytest.mark.parametrize("failing", ["ps", "rm"])
+def test_a_directory_stays_while_its_containers_do(failing, tmp_path, monkeypatch):
+    (tmp_path / "podman").write_text(f'#!/bin/sh\necho name\ntest "$1" != {failing}\n')
+    (tmp_path / "podman").chmod(0o755)
+    base = tmp_path / f"{pool_module.PREFIX}podman-x"
+    base.mkdir()
+    (base / "lock").touch()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool_module._sweep("podman")
+    assert base.exists()
+    (tmp_path / "podman").write_text("#!/bin/sh\n")
+    pool_module._sweep("podman")
+    assert not base.exists()

@@ -229,7 +229,7 @@ def test_close_removes_files_without_permissions(pool):
 @pytest.mark.skipif(os.getuid() != 0, reason="only root makes files of another user")
 @pytest.mark.parametrize("lock", ["fifo", "file"])
 def test_directories_of_other_users_are_left_alone(lock, tmp_path, monkeypatch):
-    base = tmp_path / f"{pool_module.PREFIX}x"
+    base = tmp_path / f"{pool_module.PREFIX}bwrap-x"
     base.mkdir()
     os.mkfifo(base / "lock") if lock == "fifo" else (base / "lock").touch()
     os.chown(base, 65534, 65534)
