@@ -866,6 +866,8 @@ WORKSPACES = _of(
      "test_containers.py::test_no_container_is_left_of_a_killed_trainer"),
     ("ws_containers_stay", "keeper.py", "capture_output=True).returncode == 0:", "capture_output=True):",
      "test_containers.py::test_a_directory_stays_while_its_containers_do"),
+    ("ws_container_link", "containers.py", "tarfile.TarError", "tarfile.ReadError",
+     "test_containers.py::test_a_link_in_an_archive_reads_as_none"),
     ("dockerfile_operators", "dockerfile.py", 'if word in EXPANDED and "$" in text', "if False",
      "test_images.py::test_a_dockerfile_that_cannot_be_followed_is_refused"),
     ("dockerfile_variables", "dockerfile.py", "environment.get(match[1] or match[2]", "environment.get(match[1]",

@@ -236,7 +236,7 @@ def _first_file(words: Sequence[str], limit: int) -> bytes | None:
             with tarfile.open(fileobj=process.stdout, mode="r|") as tar:
                 file = tar.extractfile(tar.next() or tarfile.TarInfo())
                 return file.read(limit) if file else None
-        except (tarfile.ReadError, KeyError):  # there is none, or a link that leads nowhere
+        except (tarfile.TarError, KeyError):  # there is none, or it is a link
             return None
         finally:
             process.kill()

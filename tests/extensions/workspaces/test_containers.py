@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rl4llm.extensions.workspaces import WorkspaceError, Workspaces
+from rl4llm.extensions.workspaces import WorkspaceError, Workspaces, containers
 from rl4llm.extensions.workspaces import pool as pool_module
 
 NAME = f"localhost/rl4llm-test-{os.getpid()}"  # others on this machine may have theirs
@@ -288,3 +288,9 @@ def test_a_directory_stays_while_its_containers_do(failing, tmp_path, monkeypatc
     (tmp_path / "podman").write_text("#!/bin/sh\n")
     pool_module._sweep("podman")
     assert not base.exists()
+
+
+def test_a_link_in_an_archive_reads_as_none(tmp_path):
+    (tmp_path / "link").symlink_to("target")
+    subprocess.run(["tar", "-cf", "archive", "link"], cwd=tmp_path, check=True)
+    assert containers._first_file(["cat", str(tmp_path / "archive")], 10) is None
