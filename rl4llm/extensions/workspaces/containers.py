@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl4llm.extensions.workspaces.mounted import LINE_BYTES, message
+from rl4llm.extensions.workspaces.mounted import ANSWER_S, LINE_BYTES, message
 from rl4llm.extensions.workspaces.start import KILLED, NOT_STARTED, OPEN_FILES
 from rl4llm.extensions.workspaces.workspace import NONE, Program, Workspace, WorkspaceError
 
 LABEL = "rl4llm"
 IDLE = "while :; do sleep 1000; done"
 ENTER = 'mkdir -p "$1" && cd "$1" && shift && exec "$@"'
-CLEAR = 'for place; do rm -rf "$place"; done'
+CLEAR = 'for place; do rm -rf "$place"; done; exit 0'
 ENGINE_FAILED = 125  # as podman and docker report it
+WAIT_S = {"build": None, "pull": None, "exec": 60.0}  # for commands of the engine, by default ANSWER_S
 Ask = Callable[[Mapping[str, object]], Awaitable[tuple[socket.socket, asyncio.StreamReader]]]
 
 
@@ -111,10 +112,10 @@ class Container(Workspace):
         options = [word for pair in variables.items() for word in ("-e", "=".join(pair))]
         enter = ["/bin/sh", "-c", ENTER, "sh", place, *words]
         command = [self._image.engine, "exec", "-i", *options, self._name, *enter]
-        if self._broken:  # by an earlier program, which removed the shell
-            command = ["sh", "-c", f"exit {NOT_STARTED}"]
-        else:
+        if not self._broken:
             await self._prepare(files)
+        if self._broken:  # by an earlier program
+            command = ["sh", "-c", f"exit {NOT_STARTED}"]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -171,25 +172,36 @@ class Container(Workspace):
             self.release()
 
     async def _prepare(self, files: Mapping[str, Path]) -> None:
-        """Replace the files of the start before, and open the ports."""
-        if places := [*self._files, *files]:
-            clear = ["/bin/sh", "-c", CLEAR, "sh", *places]
-            await _status([self._image.engine, "exec", self._name, *clear])
-        if files:
-            await self._put(files)
+        """Replace the files of the start before, and open the ports, unless what a program did is in the way."""
+        places = [*self._files, *files]
+        try:
+            if places:
+                await self._call("exec", self._name, "/bin/sh", "-c", CLEAR, "sh", *places)
+            if files:
+                await self._put(files)
+        except WorkspaceError:
+            _ended(await self._state())
+            await self.write(f"/.{secrets.token_hex(8)}", b"-")  # the engine works
+            self._files, self._broken = places, True
+            return
         self._files = [*files]
         if self._doors["sockets"] or self._doors["network"]:
-            pid = (await self._state())["Pid"]
-            self._gate, answers = await self._ask({"container": pid, **self._doors})
-            await message(answers, "ports")
+            state = await self._state()
+            self._broken = _ended(state)
+            if not self._broken:
+                self._gate, answers = await self._ask({"container": state["Pid"], **self._doors})
+                await message(answers, "ports")
 
     async def _restart(self) -> None:
         """End all processes. What a program removed may keep the container from starting again."""
         if self._gate:
             self._gate.close()
-        self._broken = await _status([self._image.engine, "restart", self._name]) != 0
-        if self._broken:
+        self._broken = False
+        try:
+            await self._call("restart", self._name)
+        except WorkspaceError:
             await self._state()  # the engine works
+            self._broken = True
         self._fresh = True
 
     async def _state(self) -> dict[str, Any]:
@@ -214,16 +226,22 @@ def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-async def _status(words: Sequence[str]) -> int:
-    null = asyncio.subprocess.DEVNULL
-    return await (await asyncio.create_subprocess_exec(*words, stdin=null, stdout=null, stderr=null)).wait()
+def _ended(state: Mapping[str, Any]) -> bool:
+    """Return whether a container ended by what runs in it. Raises WorkspaceError if a signal from outside ended it."""
+    if not state["Running"] and state["ExitCode"] > 128 and not state["OOMKilled"]:
+        raise WorkspaceError("run: the container was stopped from outside")
+    return not state["Running"]
 
 
 async def _output(engine: str, *words: str, data: bytes = b"") -> bytes:
     """Return what a command of the engine prints. Raises WorkspaceError if it fails."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(engine, *words, stdin=pipe, stdout=pipe, stderr=pipe)
-    output, errors = await process.communicate(data)
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(data), WAIT_S.get(words[0], ANSWER_S))
+    except TimeoutError:
+        process.kill()
+        raise WorkspaceError(f"{engine} {words[0]}: no answer in time") from None
     if process.returncode:
         raise WorkspaceError(f"{engine} {words[0]}: {errors.decode(errors='replace').strip()[-300:]}")
     return output

@@ -175,6 +175,31 @@ def test_programs_of_a_broken_container_have_code_127(play):
     assert codes == [127, 127] and answer == b"1\n" and "D /bin/busybox" in changes
 
 
+SHELL = "busybox rm /bin/sh; printf '#!/bin/busybox sh\\n%s\\n' '{}' > /bin/sh; busybox chmod 755 /bin/sh"
+SKIP_RM = 'case "$2" in *"rm -rf"*) {};; esac; exec busybox sh "$@"'
+IN_THE_WAY = {
+    "shell-that-hangs": SHELL.format("while :; do busybox sleep 1; done"),
+    "shell-that-hangs-once": SHELL.format(SKIP_RM.format("while :; do busybox sleep 1; done")),
+    "shell-that-ends": SHELL.format("exit 3"),
+    "file-in-the-place": f"echo x > /tests; {SHELL.format(SKIP_RM.format('exit 0'))}",
+}
+
+
+@pytest.mark.parametrize("command", IN_THE_WAY.values(), ids=IN_THE_WAY)
+@pytest.mark.parametrize("sockets", [None, {8001: "127.0.0.1:9"}], ids=["alone", "with-a-port"])
+def test_what_is_in_the_way_of_files_is_a_failure(command, sockets, play, tmp_path, monkeypatch):
+    monkeypatch.setitem(containers.WAIT_S, "exec", 5.0)
+    (tmp_path / "test.sh").write_text("echo passed")
+
+    async def scenario(workspace):
+        await sh(command)(workspace)
+        words = ["busybox", "sh", "/tests/test.sh"]
+        return await asyncio.wait_for(workspace.run(words, wall_s=5, files={"/tests": tmp_path}), 60)
+
+    result = play(scenario, sockets=sockets)
+    assert result.code != 0 and "passed" not in result.output
+
+
 def test_limits_are_those_of_the_engine(play):
     memory = play(sh("dd if=/dev/zero of=/dev/null bs=200M count=1"))
     assert memory.code == 137
