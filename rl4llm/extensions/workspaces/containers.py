@@ -27,7 +27,6 @@ LABEL = "rl4llm"
 IDLE = "while :; do sleep 1000; done"
 ENTER = 'mkdir -p "$1" && cd "$1" && shift && exec "$@"'
 CLEAR = 'for place; do rm -rf "$place"; done; exit 0'
-ENGINE_FAILED = 125  # as podman and docker report it
 WAIT_S = {"build": None, "pull": None, "exec": 60.0}  # for commands of the engine, by default ANSWER_S
 Ask = Callable[[Mapping[str, object]], Awaitable[tuple[socket.socket, asyncio.StreamReader]]]
 
@@ -114,7 +113,7 @@ class Container(Workspace):
         command = [self._image.engine, "exec", "-i", *options, self._name, *enter]
         if not self._broken:
             await self._prepare(files)
-        if self._broken:  # by an earlier program
+        if broken := self._broken:  # by an earlier program
             command = ["sh", "-c", f"exit {NOT_STARTED}"]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -126,15 +125,19 @@ class Container(Workspace):
             cwd=self._base,  # where conmon leaves a file when memory runs out
         )
         assert process.stdin is not None and process.stdout is not None
+        killed = False
 
         async def end() -> tuple[int, str]:
             code = await process.wait()
-            lost = code == ENGINE_FAILED and not (await self._state())["Running"]  # else it is the program's
-            if lost:
-                raise WorkspaceError(f"run: {self._image.engine} has ended the container")
+            if code > 0 and not (broken or killed or self._closed):
+                state = await self._state()
+                if not killed:
+                    _ended(state)
             return code if code >= 0 else KILLED, ""
 
         async def kill() -> None:
+            nonlocal killed
+            killed = True
             process.kill()  # the engine's command, so that it prints no error
             await self._restart()
 

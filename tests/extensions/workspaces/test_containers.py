@@ -200,6 +200,29 @@ def test_what_is_in_the_way_of_files_is_a_failure(command, sockets, play, tmp_pa
     assert result.code != 0 and "passed" not in result.output
 
 
+def test_a_container_stopped_from_outside_gives_no_code(play, tmp_path):
+    def stop(workspace):
+        subprocess.run(["podman", "kill", workspace._name], check=True, capture_output=True)
+
+    async def before(workspace):
+        stop(workspace)
+        await sh("echo 1")(workspace)
+
+    async def before_files(workspace):
+        stop(workspace)
+        await sh("echo 1", files={"/tests": tmp_path})(workspace)
+
+    async def meanwhile(workspace):
+        program = await workspace.start(["sh", "-c", "echo begun; sleep 77"])
+        await program.stdout.readline()
+        stop(workspace)
+        await program.wait()
+
+    for scenario in (before, before_files, meanwhile):
+        with pytest.raises(WorkspaceError):
+            play(scenario)
+
+
 def test_limits_are_those_of_the_engine(play):
     memory = play(sh("dd if=/dev/zero of=/dev/null bs=200M count=1"))
     assert memory.code == 137
