@@ -326,7 +326,11 @@ def test_an_exported_run_is_a_model_with_a_card_of_its_results(run, tmp_path, ca
     out = tmp_path / "exported"
     (listed,) = told(capsys, "view", directory, "--json")
     assert (listed["name"], listed["running"]) == (directory.name, False)
-    assert told(capsys, "export", directory, "--out", out, "--json") == {"out": str(out), "step": last, "notes": []}
+    assert told(capsys, "export", directory, "--out", out, "--json") == {
+        "out": str(out),
+        "step": last,
+        "notes": [],
+    }
     assert (out / "model.safetensors").read_bytes() == (
         directory / "model" / "model.safetensors"
     ).read_bytes()

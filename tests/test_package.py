@@ -198,10 +198,10 @@ def test_every_public_name_can_be_imported():
 
 
 MOST_LINES = {
-    "rl4llm": 65_260,  # workspaces, task directories, shells and agents in them, compaction, tries, and six methods
-    "tests": 65_400,
-    "scripts": 5_190,  # rows of mutants, and two benchmarks
-    "extras": 9_330,
+    "rl4llm": 68_800,  # grammars, distributions of teachers, rubrics, replay, 4 bits, containers, chat and sweeps
+    "tests": 70_400,
+    "scripts": 5_520,  # rows of mutants
+    "extras": 9_340,
 }  # a change that raises one says why beside it
 
 
