@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from forked_python import python
 
-from rl4llm.extensions.tasks.check import check_tasks
+from rl4llm.extensions.tasks.check import try_tasks
 from rl4llm.extensions.tasks.rows import task_rows
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -78,4 +78,4 @@ TASKS = sorted(path.parent for path in (EXAMPLES / "tasks").glob("*/task.toml"))
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (scripts/install_sandbox.sh)")
 def test_example_tasks_are_solved_by_their_solutions_alone(sweep):
     rows = [row for path in (TASKS if sweep else TASKS[::5]) for _, row in task_rows(path)]
-    assert len(TASKS) == 20 and check_tasks(rows, {"image": "host", "count": 4}, print) == []
+    assert len(TASKS) == 20 and try_tasks(rows, {"image": "host", "count": 4}, print) == []
