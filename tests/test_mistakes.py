@@ -238,7 +238,7 @@ train                                              | required: config
 train model.path=m data.path=d                     | No such file or directory: 'model.path=m'
 train smal.yaml                                    | No such file or directory: 'smal.yaml'
 tran small.yaml                                    | 'tran' is unknown. Known: ... Did you mean 'train'
-chat small.yaml --part other                       | --part other is not a part of this run
+chat small.yaml --part other                       | --part other is not a part. This run has
 train small.yaml other.yml                         | No such file or directory: 'other.yml'
 launch small.yaml training.lrr=1                   | Did you mean 'training.lr'
 launch small.yaml --on slurn                       | Did you mean 'slurm'
@@ -466,7 +466,8 @@ def test_a_run_that_learned_nothing_is_reported_at_its_end(reward, lr, learns, c
     assert ("no update since this start changed the weights" in told) is not learns
 
 
-def test_debug_shows_the_line_of_ones_own_reward(caplog):
+def test_debug_shows_the_line_of_ones_own_reward(caplog, monkeypatch):
+    monkeypatch.setattr("rl4llm.runtime.raised._shown", set())  # of earlier tests
     caplog.set_level(logging.WARNING, "rl4llm")  # put back afterwards
     with pytest.raises(RL4LLMError, match=r"mine\.py:5"):
         main(["train", "small.yaml", "rewards=['mine:raises']", "--debug"])

@@ -66,16 +66,16 @@ class TokenScorer(Protocol):
         """Return what `BaseBackend.forward` returns."""
         ...
 
-    @abstractmethod
     def refer(self, batch: TrainBatch, top: int, *, temperature: float = 1.0) -> dict[str, Tensor]:
         """Return the tensors of a batch that a `Divergence` of this `top` from this model needs, by name."""
+        ...
 
-    @abstractmethod
     def output(self) -> Any:
         """Return the whole output layer without gradient, for `ref_states_BTD`; None if these are logits.
 
         All ranks call it.
         """
+        ...
 
 
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16}

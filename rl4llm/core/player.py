@@ -159,7 +159,7 @@ async def contained(
     sample: SampleState, what: Any, work: Coroutine[Any, Any, T], timeout_s: float | None, kind: str = "env"
 ) -> T | None:
     """Return the result of `work`, named or done by `what`. An error fails this episode under `kind`, and returns None."""
-    name = getattr(what, "__qualname__", what)
+    name = what if isinstance(what, str) else f"{type(what.__self__).__name__}.{what.__name__}"
     try:
         return await within(timeout_s, work)
     except LateError:

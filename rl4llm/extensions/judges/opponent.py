@@ -9,7 +9,6 @@ from rl4llm.backends.models import load_model, load_tokenizer
 from rl4llm.core.base_client import BaseClient
 from rl4llm.core.base_opponent import BaseOpponent
 from rl4llm.core.errors import EngineError
-from rl4llm.core.schema import with_options
 from rl4llm.core.types import ChatMessage, SamplingParams
 from rl4llm.core.weights import WeightRef
 from rl4llm.data.render import Renderer
@@ -34,7 +33,11 @@ class ServerOpponent(BaseOpponent):
         model: the model's name on the server.
         temperature: sampling temperature of its lines.
         max_tokens: maximum number of tokens of one line; None for the policy's limit.
-        server: the other options of `ChatServer`, with a concurrency of 64.
+        api_key_env: the environment variable that holds the server's key.
+        attempts: maximum number of requests for one line.
+        deadline_s: deadline of one request, in seconds.
+        concurrency: maximum number of simultaneous requests.
+        max_calls: maximum number of requests of this process, None for no limit.
     """
 
     reply_timeout_s = None  # every request has a separate deadline, which starts when it is sent
@@ -46,10 +49,22 @@ class ServerOpponent(BaseOpponent):
         *,
         temperature: float = 1.0,
         max_tokens: int | None = None,
-        **server: Any,
+        api_key_env: str | None = None,
+        attempts: int = 4,
+        deadline_s: float = 60.0,
+        concurrency: int = 64,
+        max_calls: int | None = None,
     ):
-        options = {"url": url, "model": model, "concurrency": 64, **server}
-        self.server = with_options("env.opponents", ChatServer, options, "env.opponents")
+        self.server = ChatServer(
+            "env.opponents",
+            url=url,
+            model=model,
+            api_key_env=api_key_env,
+            attempts=attempts,
+            deadline_s=deadline_s,
+            concurrency=concurrency,
+            max_calls=max_calls,
+        )
         self.temperature, self.max_tokens = temperature, max_tokens
 
     async def reply(self, messages: Sequence[ChatMessage], sampling_params: SamplingParams) -> str:

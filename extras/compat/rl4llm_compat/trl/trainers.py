@@ -57,8 +57,12 @@ class TRLTrainer(PolicyTrainer):
         """Do the same as `save_pretrained`, by default into the run's directory."""
         self.save_pretrained(output_dir or self.config.output.dir)
 
+    def evaluate(self, *data: Any, **options: Any) -> Any:  # TRL's, not that of rl4llm's trainers
+        """Return what TRL's `evaluate` returns."""
+        return attribute(self, "evaluate")(*data, **options)
+
     def __getattr__(self, name: str) -> Any:
-        """Return what TRL's trainers have besides, such as `accelerator` or `evaluate`."""
+        """Return what TRL's trainers have besides, such as `accelerator`."""
         if name.startswith("_"):
             raise AttributeError(name)
         return attribute(self, name)
